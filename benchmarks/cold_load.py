@@ -23,9 +23,9 @@ from benchmarks import report
 from benchmarks.checkpoints import SHAPES, ensure_checkpoint
 from moe_engine.config.args import EngineArgs
 from moe_engine.models import weights
+from moe_engine.models.checkpoint.read_parts import SERIAL, PartReads
 from moe_engine.models.checkpoint_files import read_checkpoint
 from moe_engine.models.loader import LoadOptions, load_model
-from moe_engine.models.read_parts import SERIAL, PartReads
 from moe_engine.planning.prepare import prepare
 from moe_engine.tuning.stats import median
 from moe_engine.worker.startup.kernel_choice import build_backends

@@ -29,7 +29,7 @@ from moe_engine import Engine
 from moe_engine.demo import CHECKPOINT_DIR
 from moe_engine.demo.training.checkpoint import dequantize, read_tensors
 from moe_engine.demo.training.corpus import Example, held_out
-from moe_engine.models.tensor_header import BLOCK_TYPES
+from moe_engine.models.checkpoint.tensor_header import BLOCK_TYPES
 
 BATCH = 256
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from moe_engine.kernels.quantization.codes import FP4_VALUES, IQ4_VALUES
-from moe_engine.models.tensor_header import BLOCK_TYPES
+from moe_engine.models.checkpoint.tensor_header import BLOCK_TYPES
 
 SMALL_BLOCKS = {
     "Q2_K": "IQ4_NL", "Q3_K": "IQ4_NL", "IQ4_XS": "IQ4_NL", "Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0",

@@ -22,8 +22,8 @@ from torch import Tensor
 
 from benchmarks import report
 from benchmarks.gguf_blocks import blocks_of, type_for
+from moe_engine.models.checkpoint.tensor_header import BLOCK_TYPES
 from moe_engine.models.checkpoint_files import read_checkpoint
-from moe_engine.models.tensor_header import BLOCK_TYPES
 
 Stored = Mapping[str, tuple[str, tuple[int, ...], bytes]]
 """Name in the GGUF file -> type, shape in torch's order, data."""

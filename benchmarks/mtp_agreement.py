@@ -24,9 +24,9 @@ from moe_engine.kernels.queries import AttentionBatch, PagedQueries
 from moe_engine.models.activation_dtype import activation_dtype
 from moe_engine.models.batch import ForwardBatch
 from moe_engine.models.config_file import load_model_config
+from moe_engine.models.drafts.mtp import MTPLayers
 from moe_engine.models.layers.hidden_taps import HiddenTaps
 from moe_engine.models.loader import LoadOptions, load_model, load_mtp
-from moe_engine.models.mtp import MTPLayers
 from moe_engine.models.needs import need_of_model
 from moe_engine.worker.device_stream import DeviceStream
 from moe_engine.worker.kv_cache.kv_pool import KVPool, kv_spec

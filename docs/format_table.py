@@ -14,14 +14,14 @@ from moe_engine.kernels.quantization.protocol import BlockFP8, RowFP8
 from moe_engine.kernels.registry import BIASES, CAPPED, CHUNKED, SINKS, SPARSE, WINDOWS, Row
 from moe_engine.kernels.weight_forms import WeightForm
 from moe_engine.models import registry
-from moe_engine.models.config_fields import Fields
+from moe_engine.models.checkpoint.tensor_header import BLOCK_TYPES
+from moe_engine.models.config_sections.fields import Fields
 from moe_engine.models.formats.fp4_experts import FP4ExpertsFormat
 from moe_engine.models.formats.fused_experts import MXFP4, FusedExpertsFormat
 from moe_engine.models.formats.online import online_format
 from moe_engine.models.formats.plain import PLAIN
 from moe_engine.models.formats.protocol import WeightFormat
 from moe_engine.models.formats.table import FORMATS, parse_format
-from moe_engine.models.tensor_header import BLOCK_TYPES
 
 PAGE = Path(__file__).with_name("models.md")
 BEGIN = "<!-- made by python docs/format_table.py --write; do not edit -->"
@@ -185,17 +185,17 @@ def architecture_rows() -> Iterator[tuple[str, ...]]:
 def attention_of(architecture: registry.Architecture) -> tuple[str, tuple[str, ...], str]:
     """Text, kernel families, and the required capability of a row of the first one."""
     parser, target = str(architecture.config_parser), str(architecture.target)
-    if "parse_sparse_deepseek" in parser or "config_mistral_large4" in parser:
+    if "parse_sparse_deepseek" in parser or "config_parsers.mistral_large4:" in parser:
         return "MLA, sparse", ("mla", "indexer"), SPARSE
     if "mistral3:make_model" in target:
         return "that of the text model, GQA or MLA", ("gqa", "mla"), ""
-    if "config_compressed" in parser or "config_shared_entries" in parser:
+    if "config_parsers.compressed:" in parser or "config_parsers.shared_entries:" in parser:
         return "windows and compressed entries, sinks", ("mla", "indexer", "compression"), SINKS
-    if "config_glm5_next" in parser:
+    if "config_parsers.glm5_next:" in parser:
         return "Kimi Delta Attention, MLA over pools of tokens", ("mla", "indexer", "delta"), SINKS
-    if "config_qwen4_exp" in parser:
+    if "config_parsers.qwen4_exp:" in parser:
         return "gated delta nets, GQA over pools of tokens", ("gqa", "indexer", "delta"), SPARSE
-    if "config_minimax_m3" in parser:
+    if "config_parsers.minimax_m3:" in parser:
         return "GQA over selected blocks", ("gqa", "block_index"), ""
     if "kimi_linear:" in target:
         return "Kimi Delta Attention, MLA (Kimi K3: with a gate)", ("mla", "delta"), ""
@@ -208,13 +208,13 @@ def attention_of(architecture: registry.Architecture) -> tuple[str, tuple[str, .
         return "lightning attention, GQA", ("gqa", "delta"), ""
     if "nemotron_h:" in target:
         return "Mamba2, GQA", ("gqa", "delta"), ""
-    if "config_hybrid" in parser:
+    if "config_parsers.hybrid:" in parser:
         return "gated delta nets, GQA", ("gqa", "delta"), ""
-    if any(name in parser for name in ("parse_gpt_oss", "config_mimo", "parse_granite_swa")):
+    if any(name in parser for name in ("parse_gpt_oss", "config_parsers.mimo:", "parse_granite_swa")):
         return "GQA, windows, sinks", ("gqa",), SINKS
     if "parse_gemma2" in parser:
         return "GQA, windows, bounded scores", ("gqa",), CAPPED
-    if "config_llama4" in parser:
+    if "config_parsers.llama4:" in parser:
         return "GQA, chunks", ("gqa",), CHUNKED
     return OTHERS
 

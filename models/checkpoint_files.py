@@ -8,12 +8,12 @@ from pathlib import Path, PurePath
 
 from moe_engine.errors import CheckpointError
 from moe_engine.gguf_container import find_gguf
-from moe_engine.models.checkpoint_names import head_name, renamed, with_model_names
+from moe_engine.models.checkpoint.joined_rows import with_parts
+from moe_engine.models.checkpoint.safetensors_header import read_header
+from moe_engine.models.checkpoint.tensor_header import TensorHeader, WeightFile, unreadable
+from moe_engine.models.checkpoint.torch_file import read_torch_header
+from moe_engine.models.checkpoint_names.names import head_name, renamed, with_model_names
 from moe_engine.models.gguf.names import read_gguf
-from moe_engine.models.joined_rows import with_parts
-from moe_engine.models.safetensors_header import read_header
-from moe_engine.models.tensor_header import TensorHeader, WeightFile, unreadable
-from moe_engine.models.torch_file import read_torch_header
 
 INDEX_FILE = "model.safetensors.index.json"
 NATIVE_INDEX_FILE = "consolidated.safetensors.index.json"

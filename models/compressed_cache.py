@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from moe_engine.kernels.compression.protocol import Kept
-from moe_engine.models.compressed_config import KeptRows, entry_group
 from moe_engine.models.config import ModelConfig
+from moe_engine.models.config_sections.compressed import KeptRows, entry_group
 
 
 @dataclass(frozen=True, slots=True)

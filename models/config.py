@@ -15,19 +15,19 @@ from typing import Any
 from moe_engine.kernels.block_index.rule import BlockRule
 from moe_engine.kernels.gate_form import SILU, GatedActivation
 from moe_engine.kernels.kv_format import formats as kv_format
-from moe_engine.models.block_config import OwnBlock
-from moe_engine.models.compressed_config import CompressedConfig, KeptRows, StreamsConfig
+from moe_engine.models.config_sections.block import OwnBlock
+from moe_engine.models.config_sections.compressed import CompressedConfig, KeptRows, StreamsConfig
+from moe_engine.models.config_sections.mla import IndexerConfig as IndexerConfig
+from moe_engine.models.config_sections.mla import MLAConfig as MLAConfig
+from moe_engine.models.config_sections.moe import MoEConfig
+from moe_engine.models.config_sections.mtp import DEEPSEEK, MTPForm
+from moe_engine.models.config_sections.pooling import PoolingConfig
+from moe_engine.models.config_sections.residual import ResidualScales, ResultNorms
+from moe_engine.models.config_sections.rope import RopeConfig
+from moe_engine.models.config_sections.state import DeltaConfig, StateGroup
+from moe_engine.models.config_sections.vision import VisionConfig
 from moe_engine.models.formats.plain import PLAIN
 from moe_engine.models.formats.protocol import WeightFormat
-from moe_engine.models.mla_config import IndexerConfig as IndexerConfig
-from moe_engine.models.mla_config import MLAConfig as MLAConfig
-from moe_engine.models.moe_config import MoEConfig
-from moe_engine.models.mtp_config import DEEPSEEK, MTPForm
-from moe_engine.models.pooling_config import PoolingConfig
-from moe_engine.models.residual_config import ResidualScales, ResultNorms
-from moe_engine.models.rope_config import RopeConfig
-from moe_engine.models.state_config import DeltaConfig, StateGroup
-from moe_engine.models.vision_config import VisionConfig
 
 
 @dataclass(frozen=True)

@@ -11,11 +11,11 @@ from typing import Any
 from moe_engine.errors import ConfigError
 from moe_engine.gguf_container import SUFFIX, find_gguf
 from moe_engine.models import registry
+from moe_engine.models.checkpoint_names.mistral_native import PARAMS_FILE, native_fields, native_file
 from moe_engine.models.config import ModelConfig
 from moe_engine.models.config_defaults import with_defaults
-from moe_engine.models.config_fields import Fields, is_whole, merge, read_json, text_fields
+from moe_engine.models.config_sections.fields import Fields, is_whole, merge, read_json, text_fields
 from moe_engine.models.gguf.config import gguf_fields
-from moe_engine.models.mistral_native import PARAMS_FILE, native_fields, native_file
 
 
 def load_model_config(path: str | Path, overrides: Mapping[str, Any] | None = None) -> ModelConfig:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from moe_engine.kernels.quantization.protocol import QuantizedWeight
-from moe_engine.models.cut import UNCUT, Cut
+from moe_engine.models.checkpoint.cut import UNCUT, Cut
 from moe_engine.models.formats.plain import PLAIN
 from moe_engine.models.formats.protocol import WeightFormat
 from moe_engine.models.weights import WeightSource

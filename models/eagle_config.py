@@ -3,7 +3,7 @@
 A head drafts from hidden states of the model that it was trained for (the target). EAGLE-1 and -2 (arXiv 2401.15077,
 2406.16858) read the last hidden state, EAGLE-3 (2503.01840) those of three layers, joined by `fc`. Names of tensors are
 those of the authors' repository and of SpecForge, with or without ``model.`` before them. Heads that fill in blocks
-(`models.block_config`) read the states of several layers too.
+(`models.config_sections.block`) read the states of several layers too.
 
 Legend: D hidden, F width of the states that `fc` reads, V vocabulary, W draft vocabulary.
 """
@@ -18,7 +18,11 @@ from typing import Any
 
 from moe_engine.errors import ConfigError
 from moe_engine.models import registry
-from moe_engine.models.block_config import (
+from moe_engine.models.checkpoint.tensor_header import WeightFile
+from moe_engine.models.config import ModelConfig
+from moe_engine.models.config_file import load_model_config
+from moe_engine.models.config_parsers.vision import rotary_axes
+from moe_engine.models.config_sections.block import (
     CONFIDENCE,
     BlockConfig,
     block_taps,
@@ -26,13 +30,9 @@ from moe_engine.models.block_config import (
     layer_architecture,
     read_block,
 )
-from moe_engine.models.config import ModelConfig
-from moe_engine.models.config_fields import Fields, read_json
-from moe_engine.models.config_file import load_model_config
-from moe_engine.models.config_vision import rotary_axes
+from moe_engine.models.config_sections.fields import Fields, read_json
 from moe_engine.models.speculators_config import is_speculators, published_fields
-from moe_engine.models.tensor_header import WeightFile
-from moe_engine.models.tensors import KV_SCALES, Kind, TensorSpec, block_tensors, layer_tensors
+from moe_engine.models.tensors.model import KV_SCALES, Kind, TensorSpec, block_tensors, layer_tensors
 
 LAYERS = "model.layers"
 """Prefix of the head's decoder layers, under the names of `checkpoint_files.read_head`."""
@@ -64,8 +64,8 @@ class HeadConfig:
         norms_states: each state has a norm before `fc`.
         norms_joined: the states side by side have a norm before `fc`, and before `norms_states`.
         norms_output: a draft step passes on its result after the final norm, not before it.
-        token_map: file of the frequent tokens (`models.token_map`), the only ones that the head drafts, with their rows
-            of the target's LM head; "": none.
+        token_map: file of the frequent tokens (`models.drafts.token_map`), the only ones that the head drafts, with
+            their rows of the target's LM head; "": none.
         num_mapped: number of these tokens.
         block: of a head that fills in blocks; None: an EAGLE head.
     """

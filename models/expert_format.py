@@ -11,7 +11,7 @@ from moe_engine.models.formats.block_fp8 import KERNEL_BLOCK, BlockFP8Format
 from moe_engine.models.formats.fp4_experts import FP4ExpertsFormat
 from moe_engine.models.formats.fused_experts import FusedExpertsFormat
 from moe_engine.models.formats.schemes import Scheme, SchemeFormat
-from moe_engine.models.tensors import expert_names
+from moe_engine.models.tensors.model import expert_names
 
 if TYPE_CHECKING:
     from moe_engine.kernels.quantization.codes import GroupCodes

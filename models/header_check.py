@@ -12,14 +12,14 @@ from pathlib import Path
 
 from moe_engine.errors import CheckpointError
 from moe_engine.models import registry
+from moe_engine.models.checkpoint.tensor_header import TensorHeader, WeightFile
 from moe_engine.models.config import ModelConfig
 from moe_engine.models.eagle_config import LM_HEAD, HeadConfig, head_tensors, names_outside_head
 from moe_engine.models.formats.plain import integer_tensor, plain_tensor
 from moe_engine.models.formats.protocol import StoredTensor, WeightFormat
 from moe_engine.models.formats.schemes import SchemeFormat
 from moe_engine.models.formats.table import format_in_headers, hint_for
-from moe_engine.models.tensor_header import TensorHeader, WeightFile
-from moe_engine.models.tensors import (
+from moe_engine.models.tensors.model import (
     Kind,
     TensorSpec,
     model_tensors,

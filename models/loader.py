@@ -16,19 +16,19 @@ from moe_engine.kernels.backends import Backends
 from moe_engine.models import registry
 from moe_engine.models.activation_dtype import activation_dtype
 from moe_engine.models.batch import Model
-from moe_engine.models.block_head import BlockHead
 from moe_engine.models.checkpoint_files import read_checkpoint, read_head, read_nextn
 from moe_engine.models.config import ModelConfig
-from moe_engine.models.draft_vocabulary import draft_ids, mapped_head
+from moe_engine.models.drafts.block_head import BlockHead
+from moe_engine.models.drafts.draft_vocabulary import draft_ids, mapped_head
+from moe_engine.models.drafts.eagle import EagleHead
+from moe_engine.models.drafts.mtp import MTPLayers
+from moe_engine.models.drafts.stream_block import StreamBlock
 from moe_engine.models.dummy_weights import DummyReader
-from moe_engine.models.eagle import EagleHead
 from moe_engine.models.eagle_config import HeadConfig, names_outside_head
 from moe_engine.models.layers.decoder import Decoder
 from moe_engine.models.layers.moe import MoE
-from moe_engine.models.mtp import MTPLayers
 from moe_engine.models.read_ahead import Prefetch
-from moe_engine.models.stream_block import StreamBlock
-from moe_engine.models.tensors import names_outside_model, names_outside_mtp
+from moe_engine.models.tensors.model import names_outside_model, names_outside_mtp
 from moe_engine.models.weights import ReadFiles, WeightReader, WeightSource
 from moe_engine.models.widths import widths_of
 from moe_engine.parallel.context import SINGLE, ParallelContext

@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from moe_engine.errors import CheckpointError, ConfigError
+from moe_engine.models.checkpoint.regular_file import check_regular
+from moe_engine.models.checkpoint.safetensors_header import read_header
+from moe_engine.models.checkpoint.tensor_header import WeightFile
+from moe_engine.models.checkpoint_names.llama4_names import inner_name
 from moe_engine.models.config import ModelConfig
-from moe_engine.models.llama4_names import inner_name
-from moe_engine.models.regular_file import check_regular
-from moe_engine.models.safetensors_header import read_header
-from moe_engine.models.tensor_header import WeightFile
-from moe_engine.models.tensors import Kind, layer_tensors
+from moe_engine.models.tensors.model import Kind, layer_tensors
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"

@@ -7,12 +7,12 @@ from dataclasses import replace
 from moe_engine.kernels.attention_windows import ChunkWindow
 from moe_engine.kernels.device import BlockIndexWidths, ExpertWidths, HeadWidths, IndexWidths, Need
 from moe_engine.kernels.weight_forms import WeightForm
-from moe_engine.models.compressed_config import CompressedConfig
 from moe_engine.models.config import GQAConfig, MLAConfig, ModelConfig
+from moe_engine.models.config_sections.compressed import CompressedConfig
 from moe_engine.models.expert_format import expert_form, width_group
 from moe_engine.models.formats.protocol import family_of
 from moe_engine.models.formats.schemes import SchemeFormat
-from moe_engine.models.tensors import Kind, model_tensors
+from moe_engine.models.tensors.model import Kind, model_tensors
 from moe_engine.parallel.share import Share
 
 

@@ -21,11 +21,11 @@ from torch import Tensor
 
 from moe_engine.errors import CheckpointError, MoeEngineError
 from moe_engine.kernels.quantization.protocol import BLOCK, BlockWeight
+from moe_engine.models.checkpoint.cut import UNCUT, Cut
 from moe_engine.models.checkpoint_files import read_checkpoint
-from moe_engine.models.cut import UNCUT, Cut
 from moe_engine.models.formats.block_fp8 import SCALE_ENDS
 from moe_engine.models.formats.online import derived_codes
-from moe_engine.models.tensors import NGRAMS
+from moe_engine.models.tensors.model import NGRAMS
 from moe_engine.models.weights import TensorFile, WeightReader, WeightSource
 
 MARK: float = struct.unpack("f", b"\x3f\x3f\x3f\x3f")[0]

@@ -14,8 +14,8 @@ from typing import Any
 
 from moe_engine.errors import ConfigError, NotAvailableYet
 from moe_engine.models.config import ModelConfig
-from moe_engine.models.config_fields import Fields, read_json
-from moe_engine.models.pooling_config import PoolingConfig
+from moe_engine.models.config_sections.fields import Fields, read_json
+from moe_engine.models.config_sections.pooling import PoolingConfig
 
 HEADS = {
     "LlamaForSequenceClassification": "linear",

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
-from moe_engine.models.tensor_header import TensorHeader
-from moe_engine.models.tensors import layer_index
+from moe_engine.models.checkpoint.tensor_header import TensorHeader
+from moe_engine.models.tensors.model import layer_index
 
 WINDOW_BYTES = 2 << 30
 PART_BYTES = 16 << 20

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from moe_engine.errors import CheckpointError
+from moe_engine.models.checkpoint.cut import UNCUT, Cut
+from moe_engine.models.checkpoint.host_copy import copy_into
+from moe_engine.models.checkpoint.safetensors_file import DTYPES
+from moe_engine.models.checkpoint.tensor_header import TensorHeader, WeightFile
 from moe_engine.models.checkpoint_files import with_model_parts
-from moe_engine.models.cut import UNCUT, Cut
-from moe_engine.models.host_copy import copy_into
-from moe_engine.models.safetensors_file import DTYPES
-from moe_engine.models.tensor_header import TensorHeader, WeightFile
 
 _CODES = {str(dtype).removeprefix("torch."): (dtype, code) for code, dtype in DTYPES.items()}
 

@@ -20,40 +20,41 @@ from typing import Any
 
 from moe_engine.errors import ConfigError
 from moe_engine.models.config import ModelConfig
-from moe_engine.models.config_fields import Fields
+from moe_engine.models.config_sections.fields import Fields
 
 logger = logging.getLogger(__name__)
 
 ConfigParser = Callable[[Fields, Mapping[str, Any]], ModelConfig]
 ENTRY_POINT_GROUP = "moe_engine.models"
 
-_FAMILIES = "moe_engine.models.config_families"
-_OTHER_DENSE = "moe_engine.models.config_dense"
-_GRANITE = "moe_engine.models.config_granite"
-_MIXTURES = "moe_engine.models.config_mixtures"
-_WINDOWED = "moe_engine.models.config_windowed"
-_COHERE = "moe_engine.models.config_cohere:parse_cohere2"
-_DEEPSEEK = "moe_engine.models.deepseek:DeepseekModel"
-_DENSE = "moe_engine.models.dense:DenseModel"
-_IMAGE_TEXT = "moe_engine.models.image_text:ImageTextModel"
-_PIXTRAL = "moe_engine.models.mistral3:Mistral3Model"
-_MISTRAL3 = "moe_engine.models.mistral3:make_model"
-_LARGE4 = "moe_engine.models.config_mistral_large4"
-_DEEPSEEK_V4 = "moe_engine.models.deepseek_v4:DeepseekV4Model"
-_DEEPSEEK_V41 = "moe_engine.models.deepseek_v41:DeepseekV41Model"
-_GLM5_NEXT = "moe_engine.models.glm5_next:Glm5NextModel"
-_KIMI = "moe_engine.models.kimi:KimiModel"
-_LING = "moe_engine.models.ling:LingModel"
-_KIMI_LINEAR = "moe_engine.models.kimi_linear:KimiLinearModel"
-_KIMI_K3 = "moe_engine.models.kimi_linear:KimiK3Model"
-_LONGCAT = "moe_engine.models.longcat_flash:LongcatFlashModel"
-_MINIMAX_M3 = "moe_engine.models.minimax_m3:MiniMaxM3Model"
-_MINIMAX_TEXT = "moe_engine.models.minimax_text:MiniMaxTextModel"
-_NEMOTRON_H = "moe_engine.models.nemotron_h:NemotronHModel"
-_QWEN3_NEXT = "moe_engine.models.qwen3_next:Qwen3NextModel"
-_QWEN3_5 = "moe_engine.models.qwen3_5:Qwen35Model"
-_GATED_HEADS = "moe_engine.models.gated_heads:GatedHeadsModel"
-_QWEN4_EXP = "moe_engine.models.qwen4_exp:Qwen4ExpModel"
+_FAMILIES = "moe_engine.models.config_parsers.families"
+_OTHER_DENSE = "moe_engine.models.config_parsers.dense"
+_GRANITE = "moe_engine.models.config_parsers.granite"
+_MIXTURES = "moe_engine.models.config_parsers.mixtures"
+_WINDOWED = "moe_engine.models.config_parsers.windowed"
+_COHERE = "moe_engine.models.config_parsers.cohere:parse_cohere2"
+_DEEPSEEK = "moe_engine.models.families.deepseek:DeepseekModel"
+_DENSE = "moe_engine.models.families.dense:DenseModel"
+_IMAGE_TEXT = "moe_engine.models.families.image_text:ImageTextModel"
+_PIXTRAL = "moe_engine.models.families.mistral3:Mistral3Model"
+_MISTRAL3 = "moe_engine.models.families.mistral3:make_model"
+_LARGE4 = "moe_engine.models.config_parsers.mistral_large4"
+_DEEPSEEK_V4 = "moe_engine.models.families.deepseek_v4:DeepseekV4Model"
+_DEEPSEEK_V41 = "moe_engine.models.families.deepseek_v41:DeepseekV41Model"
+_GLM5_NEXT = "moe_engine.models.families.glm5_next:Glm5NextModel"
+_KIMI = "moe_engine.models.families.kimi:KimiModel"
+_LING = "moe_engine.models.families.ling:LingModel"
+_KIMI_LINEAR = "moe_engine.models.families.kimi_linear:KimiLinearModel"
+_KIMI_K3 = "moe_engine.models.families.kimi_linear:KimiK3Model"
+_LONGCAT = "moe_engine.models.families.longcat_flash:LongcatFlashModel"
+_MINIMAX_M3 = "moe_engine.models.families.minimax_m3:MiniMaxM3Model"
+_PARSE_MINIMAX_M3 = "moe_engine.models.config_parsers.minimax_m3:parse_minimax_m3"
+_MINIMAX_TEXT = "moe_engine.models.families.minimax_text:MiniMaxTextModel"
+_NEMOTRON_H = "moe_engine.models.families.nemotron_h:NemotronHModel"
+_QWEN3_NEXT = "moe_engine.models.families.qwen3_next:Qwen3NextModel"
+_QWEN3_5 = "moe_engine.models.families.qwen3_5:Qwen35Model"
+_GATED_HEADS = "moe_engine.models.families.gated_heads:GatedHeadsModel"
+_QWEN4_EXP = "moe_engine.models.families.qwen4_exp:Qwen4ExpModel"
 
 
 @dataclass(frozen=True)
@@ -104,28 +105,28 @@ for _name, _target, _parser in (
     ("DeepseekV2ForCausalLM", _DEEPSEEK, "parse_deepseek"),
     ("DeepseekV3ForCausalLM", _DEEPSEEK, "parse_deepseek"),
     ("DeepseekV32ForCausalLM", _DEEPSEEK, "parse_sparse_deepseek"),
-    ("DeepseekV4ForCausalLM", _DEEPSEEK_V4, "moe_engine.models.config_compressed:parse_deepseek_v4"),
-    ("DeepseekV41ForCausalLM", _DEEPSEEK_V41, "moe_engine.models.config_shared_entries:parse_deepseek_v41"),
+    ("DeepseekV4ForCausalLM", _DEEPSEEK_V4, "moe_engine.models.config_parsers.compressed:parse_deepseek_v4"),
+    ("DeepseekV41ForCausalLM", _DEEPSEEK_V41, "moe_engine.models.config_parsers.shared_entries:parse_deepseek_v41"),
     ("GlmMoeDsaForCausalLM", _DEEPSEEK, "parse_sparse_deepseek"),
-    ("Glm5NextForConditionalGeneration", _GLM5_NEXT, "moe_engine.models.config_glm5_next:parse_glm5_next"),
+    ("Glm5NextForConditionalGeneration", _GLM5_NEXT, "moe_engine.models.config_parsers.glm5_next:parse_glm5_next"),
     ("Glm4MoeLiteForCausalLM", _DEEPSEEK, "parse_deepseek"),
     ("YoutuForCausalLM", _DEEPSEEK, "parse_deepseek"),
     ("AXK1ForCausalLM", _DEEPSEEK, "parse_axk1"),
-    ("KimiK25ForConditionalGeneration", _KIMI, "moe_engine.models.config_kimi:parse_kimi_k25"),
-    ("Kimi_K25ForConditionalGeneration", _KIMI, "moe_engine.models.config_kimi:parse_kimi_k25"),
-    ("KimiLinearForCausalLM", _KIMI_LINEAR, "moe_engine.models.config_kimi_linear:parse_kimi_linear"),
-    ("KimiK3ForConditionalGeneration", _KIMI_K3, "moe_engine.models.config_kimi_linear:parse_kimi_linear"),
-    ("BailingMoeV2ForCausalLM", _DENSE, "moe_engine.models.config_bailing:parse_bailing_v2"),
-    ("BailingMoeV3ForCausalLM", _LING, "moe_engine.models.config_bailing:parse_bailing_hybrid"),
-    ("BailingHybridForCausalLM", _LING, "moe_engine.models.config_bailing:parse_bailing_hybrid"),
-    ("BailingMoeV2_5ForCausalLM", _LING, "moe_engine.models.config_bailing:parse_bailing_v2_5"),
-    ("LongcatFlashForCausalLM", _LONGCAT, "moe_engine.models.config_longcat:parse_longcat_flash"),
+    ("KimiK25ForConditionalGeneration", _KIMI, "moe_engine.models.config_parsers.kimi:parse_kimi_k25"),
+    ("Kimi_K25ForConditionalGeneration", _KIMI, "moe_engine.models.config_parsers.kimi:parse_kimi_k25"),
+    ("KimiLinearForCausalLM", _KIMI_LINEAR, "moe_engine.models.config_parsers.kimi_linear:parse_kimi_linear"),
+    ("KimiK3ForConditionalGeneration", _KIMI_K3, "moe_engine.models.config_parsers.kimi_linear:parse_kimi_linear"),
+    ("BailingMoeV2ForCausalLM", _DENSE, "moe_engine.models.config_parsers.bailing:parse_bailing_v2"),
+    ("BailingMoeV3ForCausalLM", _LING, "moe_engine.models.config_parsers.bailing:parse_bailing_hybrid"),
+    ("BailingHybridForCausalLM", _LING, "moe_engine.models.config_parsers.bailing:parse_bailing_hybrid"),
+    ("BailingMoeV2_5ForCausalLM", _LING, "moe_engine.models.config_parsers.bailing:parse_bailing_v2_5"),
+    ("LongcatFlashForCausalLM", _LONGCAT, "moe_engine.models.config_parsers.longcat:parse_longcat_flash"),
     ("Cohere2ForCausalLM", _DENSE, _COHERE),
     ("Cohere2MoeForCausalLM", _DENSE, _COHERE),
     ("Cohere2VisionForConditionalGeneration", _DENSE, _COHERE),
     ("LlamaForCausalLM", _DENSE, "parse_dense"),
-    ("Llama4ForConditionalGeneration", _IMAGE_TEXT, "moe_engine.models.config_llama4:parse_llama4"),
-    ("Llama4ForCausalLM", _DENSE, "moe_engine.models.config_llama4:parse_llama4"),
+    ("Llama4ForConditionalGeneration", _IMAGE_TEXT, "moe_engine.models.config_parsers.llama4:parse_llama4"),
+    ("Llama4ForCausalLM", _DENSE, "moe_engine.models.config_parsers.llama4:parse_llama4"),
     ("MistralForCausalLM", _DENSE, "parse_dense"),
     ("Phi3ForCausalLM", _DENSE, "parse_phi3"),
     ("MinistralForCausalLM", _DENSE, "parse_dense"),
@@ -148,11 +149,11 @@ for _name, _target, _parser in (
     ("FlintForCausalLM", _DENSE, f"{_WINDOWED}:parse_flint"),
     ("MellumForCausalLM", _DENSE, f"{_WINDOWED}:parse_mellum"),
     ("SeedOssForCausalLM", _DENSE, "parse_seed_oss"),
-    ("Gemma4ForCausalLM", _DENSE, "moe_engine.models.config_gemma:parse_gemma4"),
-    ("Gemma4ForConditionalGeneration", _DENSE, "moe_engine.models.config_gemma:parse_gemma4"),
-    ("Gemma2ForCausalLM", _DENSE, "moe_engine.models.config_gemma:parse_gemma2"),
-    ("Gemma3ForCausalLM", _DENSE, "moe_engine.models.config_gemma:parse_gemma3"),
-    ("Gemma3ForConditionalGeneration", _DENSE, "moe_engine.models.config_gemma:parse_gemma3"),
+    ("Gemma4ForCausalLM", _DENSE, "moe_engine.models.config_parsers.gemma:parse_gemma4"),
+    ("Gemma4ForConditionalGeneration", _DENSE, "moe_engine.models.config_parsers.gemma:parse_gemma4"),
+    ("Gemma2ForCausalLM", _DENSE, "moe_engine.models.config_parsers.gemma:parse_gemma2"),
+    ("Gemma3ForCausalLM", _DENSE, "moe_engine.models.config_parsers.gemma:parse_gemma3"),
+    ("Gemma3ForConditionalGeneration", _DENSE, "moe_engine.models.config_parsers.gemma:parse_gemma3"),
     ("PhiMoEForCausalLM", _DENSE, f"{_MIXTURES}:parse_phi_moe"),
     ("PhimoeForCausalLM", _DENSE, f"{_MIXTURES}:parse_phi_moe"),
     ("Qwen2ForCausalLM", _DENSE, "parse_dense"),
@@ -164,44 +165,48 @@ for _name, _target, _parser in (
     ("GptOssForCausalLM", _DENSE, f"{_MIXTURES}:parse_gpt_oss"),
     ("MiniMaxM2ForCausalLM", _DENSE, f"{_MIXTURES}:parse_minimax_m2"),
     *(
-        (f"MiniMax{name}ForCausalLM", _MINIMAX_TEXT, "moe_engine.models.config_minimax_text:parse_minimax_text")
+        (f"MiniMax{name}ForCausalLM", _MINIMAX_TEXT, "moe_engine.models.config_parsers.minimax_text:parse_minimax_text")
         for name in ("", "Text01", "M1")
     ),
-    ("MiniMaxM3SparseForConditionalGeneration", _MINIMAX_M3, "moe_engine.models.config_minimax_m3:parse_minimax_m3"),
-    ("MiniMaxM3SparseForCausalLM", _MINIMAX_M3, "moe_engine.models.config_minimax_m3:parse_minimax_m3"),
-    ("MiMoForCausalLM", _DENSE, "moe_engine.models.config_mimo:parse_mimo"),
-    ("MiMoV2ForCausalLM", _DENSE, "moe_engine.models.config_mimo:parse_mimo_v2_flash"),
-    ("MiMoV2FlashForCausalLM", _DENSE, "moe_engine.models.config_mimo:parse_mimo_v2_flash"),
-    ("Step3p5ForCausalLM", _GATED_HEADS, "moe_engine.models.config_step:parse_step"),
-    ("Step3p7ForConditionalGeneration", _GATED_HEADS, "moe_engine.models.config_step:parse_step"),
-    ("AfmoeForCausalLM", _GATED_HEADS, "moe_engine.models.config_afmoe:parse_afmoe"),
-    ("LagunaForCausalLM", _GATED_HEADS, "moe_engine.models.config_laguna:parse_laguna"),
+    (
+        "MiniMaxM3SparseForConditionalGeneration",
+        _MINIMAX_M3,
+        _PARSE_MINIMAX_M3,
+    ),
+    ("MiniMaxM3SparseForCausalLM", _MINIMAX_M3, _PARSE_MINIMAX_M3),
+    ("MiMoForCausalLM", _DENSE, "moe_engine.models.config_parsers.mimo:parse_mimo"),
+    ("MiMoV2ForCausalLM", _DENSE, "moe_engine.models.config_parsers.mimo:parse_mimo_v2_flash"),
+    ("MiMoV2FlashForCausalLM", _DENSE, "moe_engine.models.config_parsers.mimo:parse_mimo_v2_flash"),
+    ("Step3p5ForCausalLM", _GATED_HEADS, "moe_engine.models.config_parsers.step:parse_step"),
+    ("Step3p7ForConditionalGeneration", _GATED_HEADS, "moe_engine.models.config_parsers.step:parse_step"),
+    ("AfmoeForCausalLM", _GATED_HEADS, "moe_engine.models.config_parsers.afmoe:parse_afmoe"),
+    ("LagunaForCausalLM", _GATED_HEADS, "moe_engine.models.config_parsers.laguna:parse_laguna"),
     ("Dots1ForCausalLM", _DENSE, f"{_MIXTURES}:parse_dots1"),
     ("SolarOpenForCausalLM", _DENSE, f"{_MIXTURES}:parse_solar_open"),
     ("Ernie4_5ForCausalLM", _DENSE, f"{_MIXTURES}:parse_ernie"),
     ("Ernie4_5_MoeForCausalLM", _DENSE, f"{_MIXTURES}:parse_ernie_moe"),
-    ("HunYuanDenseV1ForCausalLM", _DENSE, "moe_engine.models.config_hunyuan:parse_hunyuan"),
-    ("HunYuanMoEV1ForCausalLM", _DENSE, "moe_engine.models.config_hunyuan:parse_hunyuan_moe"),
-    ("HYV3ForCausalLM", _DENSE, "moe_engine.models.config_hunyuan:parse_hy_v3"),
-    ("Ministral3ForCausalLM", _DENSE, "moe_engine.models.config_mistral:parse_ministral3"),
-    ("Mistral4ForCausalLM", _DEEPSEEK, "moe_engine.models.config_mistral:parse_mistral4"),
-    ("MistralLarge3ForCausalLM", _DEEPSEEK, "moe_engine.models.config_mistral:parse_mistral_large3"),
-    ("PixtralForConditionalGeneration", _MISTRAL3, "moe_engine.models.config_mistral:parse_native_pixtral"),
-    ("LlavaForConditionalGeneration", _PIXTRAL, "moe_engine.models.config_mistral:parse_llava"),
+    ("HunYuanDenseV1ForCausalLM", _DENSE, "moe_engine.models.config_parsers.hunyuan:parse_hunyuan"),
+    ("HunYuanMoEV1ForCausalLM", _DENSE, "moe_engine.models.config_parsers.hunyuan:parse_hunyuan_moe"),
+    ("HYV3ForCausalLM", _DENSE, "moe_engine.models.config_parsers.hunyuan:parse_hy_v3"),
+    ("Ministral3ForCausalLM", _DENSE, "moe_engine.models.config_parsers.mistral:parse_ministral3"),
+    ("Mistral4ForCausalLM", _DEEPSEEK, "moe_engine.models.config_parsers.mistral:parse_mistral4"),
+    ("MistralLarge3ForCausalLM", _DEEPSEEK, "moe_engine.models.config_parsers.mistral:parse_mistral_large3"),
+    ("PixtralForConditionalGeneration", _MISTRAL3, "moe_engine.models.config_parsers.mistral:parse_native_pixtral"),
+    ("LlavaForConditionalGeneration", _PIXTRAL, "moe_engine.models.config_parsers.mistral:parse_llava"),
     ("MistralLarge4ForConditionalGeneration", _MISTRAL3, f"{_LARGE4}:parse_mistral_large4"),
-    ("Mistral3ForConditionalGeneration", _MISTRAL3, "moe_engine.models.config_mistral:parse_mistral3"),
-    ("Qwen2VLForConditionalGeneration", _IMAGE_TEXT, "moe_engine.models.config_vision:parse_qwen2_vl"),
-    ("Qwen2_5_VLForConditionalGeneration", _IMAGE_TEXT, "moe_engine.models.config_vision:parse_qwen2_5_vl"),
-    ("Qwen3VLForConditionalGeneration", _IMAGE_TEXT, "moe_engine.models.config_vision:parse_qwen3_vl"),
-    ("Qwen3VLMoeForConditionalGeneration", _IMAGE_TEXT, "moe_engine.models.config_vision:parse_qwen3_vl_moe"),
-    ("NemotronHForCausalLM", _NEMOTRON_H, "moe_engine.models.config_nemotron_h:parse_nemotron_h"),
-    ("Qwen3NextForCausalLM", _QWEN3_NEXT, "moe_engine.models.config_hybrid:parse_qwen3_next"),
-    ("Qwen3_5ForConditionalGeneration", _QWEN3_5, "moe_engine.models.config_hybrid:parse_qwen3_5"),
-    ("Qwen3_5MoeForConditionalGeneration", _QWEN3_5, "moe_engine.models.config_hybrid:parse_qwen3_5_moe"),
-    ("Qwen3_5ForCausalLM", _QWEN3_NEXT, "moe_engine.models.config_hybrid:parse_qwen3_5"),
-    ("Qwen3_5MoeForCausalLM", _QWEN3_NEXT, "moe_engine.models.config_hybrid:parse_qwen3_5_moe"),
-    ("Qwen4ExpForConditionalGeneration", _QWEN4_EXP, "moe_engine.models.config_qwen4_exp:parse_qwen4_exp"),
-    ("Qwen4ExpForCausalLM", _QWEN4_EXP, "moe_engine.models.config_qwen4_exp:parse_qwen4_exp"),
+    ("Mistral3ForConditionalGeneration", _MISTRAL3, "moe_engine.models.config_parsers.mistral:parse_mistral3"),
+    ("Qwen2VLForConditionalGeneration", _IMAGE_TEXT, "moe_engine.models.config_parsers.vision:parse_qwen2_vl"),
+    ("Qwen2_5_VLForConditionalGeneration", _IMAGE_TEXT, "moe_engine.models.config_parsers.vision:parse_qwen2_5_vl"),
+    ("Qwen3VLForConditionalGeneration", _IMAGE_TEXT, "moe_engine.models.config_parsers.vision:parse_qwen3_vl"),
+    ("Qwen3VLMoeForConditionalGeneration", _IMAGE_TEXT, "moe_engine.models.config_parsers.vision:parse_qwen3_vl_moe"),
+    ("NemotronHForCausalLM", _NEMOTRON_H, "moe_engine.models.config_parsers.nemotron_h:parse_nemotron_h"),
+    ("Qwen3NextForCausalLM", _QWEN3_NEXT, "moe_engine.models.config_parsers.hybrid:parse_qwen3_next"),
+    ("Qwen3_5ForConditionalGeneration", _QWEN3_5, "moe_engine.models.config_parsers.hybrid:parse_qwen3_5"),
+    ("Qwen3_5MoeForConditionalGeneration", _QWEN3_5, "moe_engine.models.config_parsers.hybrid:parse_qwen3_5_moe"),
+    ("Qwen3_5ForCausalLM", _QWEN3_NEXT, "moe_engine.models.config_parsers.hybrid:parse_qwen3_5"),
+    ("Qwen3_5MoeForCausalLM", _QWEN3_NEXT, "moe_engine.models.config_parsers.hybrid:parse_qwen3_5_moe"),
+    ("Qwen4ExpForConditionalGeneration", _QWEN4_EXP, "moe_engine.models.config_parsers.qwen4_exp:parse_qwen4_exp"),
+    ("Qwen4ExpForCausalLM", _QWEN4_EXP, "moe_engine.models.config_parsers.qwen4_exp:parse_qwen4_exp"),
     ("LlamaForSequenceClassification", _DENSE, "parse_dense"),
     ("Qwen2ForSequenceClassification", _DENSE, "parse_dense"),
     ("Qwen3ForSequenceClassification", _DENSE, "parse_dense"),

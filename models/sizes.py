@@ -9,8 +9,8 @@ from collections.abc import Iterable
 from dataclasses import replace
 from fractions import Fraction
 
-from moe_engine.models.compressed_config import CompressedConfig
 from moe_engine.models.config import MLAConfig, ModelConfig
+from moe_engine.models.config_sections.compressed import CompressedConfig
 from moe_engine.models.expert_format import experts_format, width_group
 from moe_engine.models.formats.block_fp8 import BlockFP8Format
 from moe_engine.models.formats.gguf import GGUFFormat
@@ -18,7 +18,7 @@ from moe_engine.models.formats.online import derived_codes
 from moe_engine.models.formats.plain import PLAIN
 from moe_engine.models.formats.protocol import WeightFormat
 from moe_engine.models.formats.schemes import SchemeFormat
-from moe_engine.models.tensors import (
+from moe_engine.models.tensors.model import (
     BIASES,
     EMBEDDING,
     GATE_UP_BIAS,
@@ -32,7 +32,7 @@ from moe_engine.models.tensors import (
     layer_index,
     model_tensors,
 )
-from moe_engine.models.vision_tensors import PREFIX as VISION
+from moe_engine.models.tensors.vision import PREFIX as VISION
 from moe_engine.parallel.share import Share
 from moe_engine.parallel.topology import Topology
 

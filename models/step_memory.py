@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from moe_engine.kernels.block_index.rule import MAX_SCORES as MAX_BLOCK_SCORES
 from moe_engine.kernels.block_index.rule import TOKENS_AT_ONCE
-from moe_engine.models.compressed_config import CompressedConfig
 from moe_engine.models.config import GQAConfig, MLAConfig, ModelConfig
-from moe_engine.models.state_config import DeltaConfig
+from moe_engine.models.config_sections.compressed import CompressedConfig
+from moe_engine.models.config_sections.state import DeltaConfig
 
 MAX_EXPANDED_TOKENS = 16384
 """Context tokens that the MLA layer expands at once (its constructor's default)."""

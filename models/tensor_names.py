@@ -7,13 +7,13 @@ from collections import defaultdict
 from collections.abc import Mapping
 
 from moe_engine.errors import CheckpointError, InputError
+from moe_engine.models.checkpoint.tensor_header import WeightFile
 from moe_engine.models.config import ModelConfig
 from moe_engine.models.formats.block_fp8 import SCALE_ENDS
 from moe_engine.models.formats.plain import integer_tensor, plain_tensor
 from moe_engine.models.formats.protocol import StoredTensor, WeightFormat
 from moe_engine.models.formats.table import format_in_headers, hint_for
-from moe_engine.models.tensor_header import WeightFile
-from moe_engine.models.tensors import (
+from moe_engine.models.tensors.model import (
     EMBEDDING,
     Kind,
     layer_index,

@@ -22,8 +22,11 @@ from tqdm import tqdm
 from moe_engine.errors import CheckpointError
 from moe_engine.kernels.host_memory import host_memory
 from moe_engine.models.bar_output import BarOutput
+from moe_engine.models.checkpoint.cut import UNCUT, Cut
+from moe_engine.models.checkpoint.read_parts import PartReads
+from moe_engine.models.checkpoint.safetensors_file import SafetensorsFile
+from moe_engine.models.checkpoint.tensor_header import TensorHeader, WeightFile
 from moe_engine.models.checkpoint_files import read_checkpoint
-from moe_engine.models.cut import UNCUT, Cut
 from moe_engine.models.finite import is_finite
 from moe_engine.models.formats.plain import PLAIN, integer_tensor, plain_tensor
 from moe_engine.models.formats.protocol import StoredTensor, WeightFormat
@@ -31,9 +34,6 @@ from moe_engine.models.formats.table import format_in_files, hint_for, supported
 from moe_engine.models.gguf.file import GGUFFile
 from moe_engine.models.gguf.names import GGUFWeights
 from moe_engine.models.read_ahead import WINDOW_BYTES, Prefetch, ReadAhead, drop_cache, spans
-from moe_engine.models.read_parts import PartReads
-from moe_engine.models.safetensors_file import SafetensorsFile
-from moe_engine.models.tensor_header import TensorHeader, WeightFile
 
 ReadFiles = Callable[[Path], Mapping[str, WeightFile]]
 """A directory -> its tensors by name, with their files: `read_checkpoint`, or one that renames tensors."""

@@ -6,9 +6,9 @@ import dataclasses
 import math
 from typing import Any, TypeVar
 
-from moe_engine.models.compressed_config import CompressedConfig
 from moe_engine.models.config import GQAConfig, MLAConfig, ModelConfig
-from moe_engine.models.state_config import StateGroup
+from moe_engine.models.config_sections.compressed import CompressedConfig
+from moe_engine.models.config_sections.state import StateGroup
 from moe_engine.parallel.topology import ModelWidths
 
 Attention = TypeVar("Attention", bound=MLAConfig | GQAConfig | CompressedConfig)

@@ -47,7 +47,7 @@ PRELOADED = (
     "moe_engine.kernels.experts.cpu",
     "moe_engine.kernels.linear.cpu",
     "moe_engine.kernels.sampling.cpu",
-    "moe_engine.models.deepseek",
+    "moe_engine.models.families.deepseek",
     "moe_engine.server.app",
     "tests.distributed.dispatch.ranks",
     "tests.distributed.dispatch.worlds",

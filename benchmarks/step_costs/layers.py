@@ -15,9 +15,9 @@ from itertools import groupby
 from typing import Any
 
 from benchmarks.step_work import mla_work
-from moe_engine.models.config_compressed import compressed_attention, parse_deepseek_v4
-from moe_engine.models.config_fields import Fields
-from moe_engine.models.config_shared_entries import parse_deepseek_v41, shared_attention
+from moe_engine.models.config_parsers.compressed import compressed_attention, parse_deepseek_v4
+from moe_engine.models.config_parsers.shared_entries import parse_deepseek_v41, shared_attention
+from moe_engine.models.config_sections.fields import Fields
 from moe_engine.models.formats.table import parse_format
 
 BF16, FP32 = 2, 4

@@ -284,9 +284,9 @@ def _with_one_expert() -> None:
 def _watch_layers(recorder: Any) -> None:
     """Sets the recorder's section, the place of a launch in the decoder or in drafting."""
     from benchmarks.step_costs.recorder import DRAFT, NGRAMS, OUTSIDE
+    from moe_engine.models.drafts.mtp import MTPLayers
     from moe_engine.models.layers.decoder import Decoder
     from moe_engine.models.layers.engram import EngramNorm
-    from moe_engine.models.mtp import MTPLayers
 
     place = "_at_layer"
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from moe_engine.models.config_fields import Fields
+from moe_engine.models.config_sections.fields import Fields
 from moe_engine.models.formats.awq import AWQ
 from moe_engine.models.formats.gptq import GPTQ
 from moe_engine.models.formats.integers import parse_bits, parse_group

@@ -10,8 +10,8 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from moe_engine.models.config_fields import Fields
-from moe_engine.models.cut import Cut
+from moe_engine.models.checkpoint.cut import Cut
+from moe_engine.models.config_sections.fields import Fields
 from moe_engine.models.formats.integers import SCALES, IntegerScheme, parse_bits, parse_group, read_scales
 from moe_engine.models.formats.module_rules import Modules, name_list
 from moe_engine.models.formats.protocol import Shape, StoredTensor, StoredTensors

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from moe_engine.errors import CheckpointError
-from moe_engine.models.config_fields import Fields
-from moe_engine.models.cut import Cut
+from moe_engine.models.checkpoint.cut import Cut
+from moe_engine.models.config_sections.fields import Fields
 from moe_engine.models.formats.integers import read_scales
 from moe_engine.models.formats.module_rules import Modules, name_list
 from moe_engine.models.formats.protocol import Shape, StoredTensor, StoredTensors

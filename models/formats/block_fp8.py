@@ -14,8 +14,8 @@ from math import prod
 from typing import TYPE_CHECKING
 
 from moe_engine.kernels.weight_forms import FP8_BLOCKS, Multiplied, families
-from moe_engine.models.config_fields import Fields, is_whole
-from moe_engine.models.cut import Cut
+from moe_engine.models.checkpoint.cut import Cut
+from moe_engine.models.config_sections.fields import Fields, is_whole
 from moe_engine.models.formats.module_rules import NONE, Modules, name_list
 from moe_engine.models.formats.plain import FLOATS, PLAIN
 from moe_engine.models.formats.protocol import FAMILIES, Shape, StoredTensor, StoredTensors, WeightFormat, family_of

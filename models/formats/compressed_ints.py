@@ -10,7 +10,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from moe_engine.models.cut import Cut
+from moe_engine.models.checkpoint.cut import Cut
 from moe_engine.models.formats.integers import SCALES, IntegerScheme, consume, read_row_scales, read_scales, row_scales
 from moe_engine.models.formats.protocol import Shape, StoredTensor, StoredTensors
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from moe_engine.models.config_fields import Fields
+from moe_engine.models.config_sections.fields import Fields
 from moe_engine.models.formats.block_fp8 import BlockFP8Format
 from moe_engine.models.formats.compressed_ints import ByteInts, PackedInts
 from moe_engine.models.formats.float8 import Float8, MatrixFloat8

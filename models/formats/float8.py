@@ -13,7 +13,7 @@ from fractions import Fraction
 from typing import TYPE_CHECKING, ClassVar
 
 from moe_engine.kernels.weight_forms import FP8_BLOCKS, FP8_ROWS, WeightForm
-from moe_engine.models.cut import Cut
+from moe_engine.models.checkpoint.cut import Cut
 from moe_engine.models.formats.block_fp8 import BLOCK_BYTES, KERNEL_BLOCK
 from moe_engine.models.formats.integers import SCALES, consume, read_row_scales, read_scales, row_scales
 from moe_engine.models.formats.protocol import Shape, StoredTensor, StoredTensors

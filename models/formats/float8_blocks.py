@@ -9,7 +9,7 @@ from fractions import Fraction
 from typing import TYPE_CHECKING
 
 from moe_engine.kernels.weight_forms import FP8_BLOCKS, WeightForm
-from moe_engine.models.cut import Cut
+from moe_engine.models.checkpoint.cut import Cut
 from moe_engine.models.formats.block_fp8 import BLOCK_BYTES, SCALE_ENDS, BlockFP8Format
 from moe_engine.models.formats.protocol import Shape, StoredTensor, StoredTensors
 from moe_engine.models.formats.schemes import Scheme

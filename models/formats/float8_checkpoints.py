@@ -9,7 +9,7 @@ from dataclasses import replace
 from itertools import combinations
 from typing import Any
 
-from moe_engine.models.config_fields import Fields
+from moe_engine.models.config_sections.fields import Fields
 from moe_engine.models.formats.block_fp8 import BlockFP8Format
 from moe_engine.models.formats.float8 import Float8, MatrixFloat8
 from moe_engine.models.formats.float8_blocks import MX_BLOCK, MXFP8, BlockFloat8

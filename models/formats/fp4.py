@@ -18,7 +18,7 @@ from fractions import Fraction
 from typing import TYPE_CHECKING, ClassVar, Self
 
 from moe_engine.kernels.weight_forms import FOUR_BITS, WeightForm
-from moe_engine.models.cut import Cut
+from moe_engine.models.checkpoint.cut import Cut
 from moe_engine.models.formats.integers import SCALES, consume, read_scales
 from moe_engine.models.formats.protocol import Shape, StoredTensor, StoredTensors
 from moe_engine.models.formats.schemes import Scheme

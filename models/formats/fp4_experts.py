@@ -12,7 +12,7 @@ from fractions import Fraction
 from typing import TYPE_CHECKING
 
 from moe_engine.kernels.weight_forms import CODES, FOUR_BITS, FP8_BLOCKS, Multiplied, families
-from moe_engine.models.cut import Cut
+from moe_engine.models.checkpoint.cut import Cut
 from moe_engine.models.formats.block_fp8 import KERNEL_BLOCK, BlockFP8Format
 from moe_engine.models.formats.fp4 import FP4
 from moe_engine.models.formats.plain import PLAIN

@@ -13,7 +13,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
-from moe_engine.models.cut import Cut
+from moe_engine.models.checkpoint.cut import Cut
 from moe_engine.models.formats.block_fp8 import FP8, SCALES, BlockFP8Format, dequantize_into, scale_values
 from moe_engine.models.formats.fused_experts import FusedExpertsFormat, Place, place_of
 from moe_engine.models.formats.protocol import Shape, StoredTensor, StoredTensors, WeightFormat

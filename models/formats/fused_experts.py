@@ -19,7 +19,7 @@ from fractions import Fraction
 from typing import TYPE_CHECKING, NamedTuple
 
 from moe_engine.kernels.weight_forms import CODES, FOUR_BITS, Multiplied, families
-from moe_engine.models.cut import Cut
+from moe_engine.models.checkpoint.cut import Cut
 from moe_engine.models.formats.plain import PLAIN, plain_tensor
 from moe_engine.models.formats.protocol import Shape, StoredTensor, StoredTensors, WeightFormat
 

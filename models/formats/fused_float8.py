@@ -13,7 +13,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from moe_engine.models.cut import Cut
+from moe_engine.models.checkpoint.cut import Cut
 from moe_engine.models.formats.float8 import FP8Matrix
 from moe_engine.models.formats.fused_experts import place_of
 from moe_engine.models.formats.integers import SCALES, consume, read_scales

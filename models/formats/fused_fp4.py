@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from moe_engine.models.cut import UNCUT, Cut
+from moe_engine.models.checkpoint.cut import UNCUT, Cut
 from moe_engine.models.formats.fp4 import FP4
 from moe_engine.models.formats.fused_experts import Place, place_of
 from moe_engine.models.formats.integers import SCALES

@@ -15,13 +15,13 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from moe_engine.kernels.weight_forms import WeightForm
-from moe_engine.models.config_fields import Fields
-from moe_engine.models.cut import Cut
+from moe_engine.models.checkpoint.cut import Cut
+from moe_engine.models.checkpoint.tensor_header import BLOCK_TYPES, TensorHeader
+from moe_engine.models.config_sections.fields import Fields
 from moe_engine.models.formats.module_rules import NONE
 from moe_engine.models.formats.plain import plain_tensor
 from moe_engine.models.formats.protocol import Shape, StoredTensor, StoredTensors, family_of
 from moe_engine.models.formats.schemes import Scheme, SchemeFormat
-from moe_engine.models.tensor_header import BLOCK_TYPES, TensorHeader
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -11,8 +11,8 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from moe_engine.models.config_fields import Fields
-from moe_engine.models.cut import UNCUT, Cut
+from moe_engine.models.checkpoint.cut import UNCUT, Cut
+from moe_engine.models.config_sections.fields import Fields
 from moe_engine.models.formats.integers import SCALES, IntegerScheme, parse_bits, parse_group, read_scales
 from moe_engine.models.formats.module_rules import Modules, check_patterns, name_list
 from moe_engine.models.formats.protocol import Shape, StoredTensor, StoredTensors

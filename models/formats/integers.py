@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, ClassVar, Self
 
 from moe_engine.errors import CheckpointError
 from moe_engine.kernels.weight_forms import WeightForm
-from moe_engine.models.config_fields import Fields
-from moe_engine.models.cut import UNCUT, Cut
+from moe_engine.models.checkpoint.cut import UNCUT, Cut
+from moe_engine.models.config_sections.fields import Fields
 from moe_engine.models.formats.protocol import Shape, StoredTensor, StoredTensors
 from moe_engine.models.formats.schemes import Scheme
 

@@ -10,17 +10,18 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import TYPE_CHECKING, NamedTuple
 
-from moe_engine.models.cut import Cut
+from moe_engine.models.checkpoint.cut import Cut
 from moe_engine.models.formats.block_fp8 import FP8, SCALES, BlockFP8Format, scale_of, scale_values
 from moe_engine.models.formats.plain import FLOATS
 from moe_engine.models.formats.protocol import Shape, StoredTensor, StoredTensors
-from moe_engine.models.mimo_names import GROUPS
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from moe_engine.kernels.quantization.protocol import KernelFormat, QuantizedWeight
 
+GROUPS = "qkv_groups"
+"""The joined matrix in a model's names: other joined matrices are not stored by groups."""
 _MATRIX = re.compile(r"(model\.layers\.(\d+)\.self_attn\.)([qkv])_proj")
 
 

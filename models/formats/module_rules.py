@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import lru_cache
 
-from moe_engine.models.config_fields import Fields
+from moe_engine.models.config_sections.fields import Fields
 
 _PREFIXES = ("language_model.model.", "language_model.", "model.language_model.")
 _EXPERT = re.compile(r"\.experts\.\d+(?=\.|$)")

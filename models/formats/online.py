@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from moe_engine.errors import ConfigError
 from moe_engine.kernels.weight_forms import FP8_BLOCKS, WeightForm
-from moe_engine.models.cut import Cut
+from moe_engine.models.checkpoint.cut import Cut
 from moe_engine.models.formats.block_fp8 import BLOCK_BYTES, KERNEL_BLOCK
 from moe_engine.models.formats.module_rules import Modules
 from moe_engine.models.formats.plain import PLAIN

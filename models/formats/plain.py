@@ -8,7 +8,7 @@ from fractions import Fraction
 from typing import TYPE_CHECKING
 
 from moe_engine.kernels.weight_forms import Multiplied
-from moe_engine.models.cut import Cut
+from moe_engine.models.checkpoint.cut import Cut
 from moe_engine.models.formats.protocol import Shape, StoredTensor, StoredTensors
 
 if TYPE_CHECKING:

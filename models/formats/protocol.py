@@ -14,8 +14,8 @@ from fractions import Fraction
 from typing import TYPE_CHECKING, Protocol
 
 from moe_engine.kernels.weight_forms import Multiplied
-from moe_engine.models.cut import UNCUT, Cut
-from moe_engine.models.tensor_header import BLOCK_TYPES
+from moe_engine.models.checkpoint.cut import UNCUT, Cut
+from moe_engine.models.checkpoint.tensor_header import BLOCK_TYPES
 
 if TYPE_CHECKING:
     from torch import Tensor

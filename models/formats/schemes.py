@@ -13,11 +13,11 @@ from itertools import product
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from moe_engine.kernels.weight_forms import CODES, FORMS, FOUR_BITS, Multiplied, WeightForm, families
-from moe_engine.models.cut import Cut
+from moe_engine.models.checkpoint.cut import Cut
+from moe_engine.models.checkpoint.tensor_header import WeightFile
 from moe_engine.models.formats.module_rules import NONE, Modules, every_expert
 from moe_engine.models.formats.plain import FLOATS, PLAIN
 from moe_engine.models.formats.protocol import FAMILIES, Shape, StoredTensor, StoredTensors, WeightFormat, family_of
-from moe_engine.models.tensor_header import WeightFile
 
 if TYPE_CHECKING:
     from torch import Tensor

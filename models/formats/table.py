@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from typing import NamedTuple
 
-from moe_engine.models.config_fields import Fields
+from moe_engine.models.checkpoint.tensor_header import WeightFile
+from moe_engine.models.config_sections.fields import Fields
 from moe_engine.models.formats.auto_round import parse_auto_round
 from moe_engine.models.formats.awq import parse_awq
 from moe_engine.models.formats.bitsandbytes import parse_bitsandbytes
@@ -21,7 +22,6 @@ from moe_engine.models.formats.gptq import parse_gptq
 from moe_engine.models.formats.plain import PLAIN
 from moe_engine.models.formats.protocol import Shape, WeightFormat
 from moe_engine.models.formats.schemes import SchemeFormat
-from moe_engine.models.tensor_header import WeightFile
 
 
 class Method(NamedTuple):

@@ -12,13 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_engine.models.cut import UNCUT, Cut
+from moe_engine.models.checkpoint.cut import UNCUT, Cut
+from moe_engine.models.checkpoint.read_parts import PartReads
+from moe_engine.models.checkpoint.safetensors_file import PART_BYTES, SafetensorsFile
+from moe_engine.models.checkpoint.tensor_header import BLOCK_TYPES, TensorHeader, WeightFile
 from moe_engine.models.formats.gguf_blocks import values_of
 from moe_engine.models.gguf.families import Order
 from moe_engine.models.gguf.names import GGUFWeights
-from moe_engine.models.read_parts import PartReads
-from moe_engine.models.safetensors_file import PART_BYTES, SafetensorsFile
-from moe_engine.models.tensor_header import BLOCK_TYPES, TensorHeader, WeightFile
 
 _PARTS = (".first", ".second")
 

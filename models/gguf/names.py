@@ -22,6 +22,7 @@ from typing import Any
 
 from moe_engine.errors import CheckpointError
 from moe_engine.gguf_container import Container, TensorInfo, parts_of, read_container
+from moe_engine.models.checkpoint.tensor_header import BLOCK_TYPES, ELEMENT_BYTES, TensorHeader, WeightFile
 from moe_engine.models.gguf.families import (
     ERNIE,
     HALVES,
@@ -42,7 +43,6 @@ from moe_engine.models.gguf.families import (
 )
 from moe_engine.models.gguf.keys import ROTARY
 from moe_engine.models.gguf.types import type_name
-from moe_engine.models.tensor_header import BLOCK_TYPES, ELEMENT_BYTES, TensorHeader, WeightFile
 
 _WHOLE = {
     "token_embd.weight": "model.embed_tokens.weight",

@@ -6,7 +6,7 @@ A block type stores the numbers of a row in blocks of fixed size and bytes. Sour
 from __future__ import annotations
 
 from moe_engine.errors import CheckpointError
-from moe_engine.models.tensor_header import BLOCK_TYPES
+from moe_engine.models.checkpoint.tensor_header import BLOCK_TYPES
 
 ELEMENT_TYPES = {0: "F32", 1: "F16", 28: "F64", 30: "BF16", 24: "I8", 25: "I16", 26: "I32", 27: "I64"}
 """ggml's numbers of unquantized types, by the names of safetensors."""

@@ -18,10 +18,10 @@ from moe_engine.kernels.compression.protocol import CompressorWeights, Kept
 from moe_engine.kernels.ops.protocol import HeadNorms, RotaryTable
 from moe_engine.kernels.quantization.protocol import UNQUANTIZED, Activation, ActivationFormat, common_format
 from moe_engine.models.batch import ForwardBatch
+from moe_engine.models.checkpoint.cut import Cut
 from moe_engine.models.compressed_cache import CompressedCache
-from moe_engine.models.compressed_config import CompressedConfig
 from moe_engine.models.config import ModelConfig
-from moe_engine.models.cut import Cut
+from moe_engine.models.config_sections.compressed import CompressedConfig
 from moe_engine.models.layers.compressed_rows import AttendedRows, CompressedStep
 from moe_engine.models.layers.compressed_step import StepRows
 from moe_engine.models.layers.index_gates import IndexGates

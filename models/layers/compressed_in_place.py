@@ -28,7 +28,7 @@ from moe_engine.kernels.indexer.protocol import IndexerKernel
 from moe_engine.kernels.queries import PagedQueries
 from moe_engine.models.batch import ForwardBatch
 from moe_engine.models.compressed_cache import CompressedCache
-from moe_engine.models.compressed_config import CompressedConfig
+from moe_engine.models.config_sections.compressed import CompressedConfig
 from moe_engine.models.layers.compressed_rows import (
     AttendedRows,
     CompressedStep,

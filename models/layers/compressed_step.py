@@ -22,7 +22,7 @@ from moe_engine.kernels.queries import AttentionBatch, PagedQueries
 from moe_engine.kernels.uploads import upload
 from moe_engine.models.batch import ForwardBatch
 from moe_engine.models.compressed_cache import CompressedCache
-from moe_engine.models.compressed_config import CompressedConfig
+from moe_engine.models.config_sections.compressed import CompressedConfig
 from moe_engine.models.layers.compressed_in_place import BlocksInPlace, StepInPlace
 from moe_engine.models.layers.compressed_rows import (
     AttendedRows,

@@ -22,7 +22,6 @@ from moe_engine.kernels.indexer.in_place import decode_planner
 from moe_engine.kernels.ops.protocol import RotaryTable
 from moe_engine.models.batch import ForwardBatch
 from moe_engine.models.config import ModelConfig
-from moe_engine.models.gqa_tensors import MLP_NORM
 from moe_engine.models.layers.compiled_layer import CompiledLayer, for_regions
 from moe_engine.models.layers.decoder_layer import DecoderLayer, FeedForward
 from moe_engine.models.layers.embedding import EMBEDDING, Embedding, Head
@@ -44,7 +43,8 @@ from moe_engine.models.layers.step_adapters import StepAdapters
 from moe_engine.models.layers.streamed_layers import StreamedLayers
 from moe_engine.models.needs import index_widths
 from moe_engine.models.pooling import score_layers
-from moe_engine.models.tensors import HEAD_BIAS, ROTARY_FACTORS, expert_names
+from moe_engine.models.tensors.gqa import MLP_NORM
+from moe_engine.models.tensors.model import HEAD_BIAS, ROTARY_FACTORS, expert_names
 from moe_engine.models.weights import WeightSource
 from moe_engine.parallel.context import ParallelContext
 from moe_engine.parallel.dp_gather_scatter import TokenLayout

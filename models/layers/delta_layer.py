@@ -18,7 +18,7 @@ from moe_engine.kernels.delta.protocol import DeltaInputs, DeltaShape, DeltaStat
 from moe_engine.kernels.linear.protocol import LinearKernel
 from moe_engine.kernels.quantization.protocol import Activation, ActivationFormat, common_format
 from moe_engine.models.batch import ForwardBatch
-from moe_engine.models.cut import Cut
+from moe_engine.models.checkpoint.cut import Cut
 from moe_engine.models.layers.linear import Linear, Projection, format_for, load_stacked
 from moe_engine.models.layers.norm import RMSNorm
 from moe_engine.models.weights import WeightSource

@@ -15,12 +15,12 @@ from torch import Tensor
 from moe_engine.kernels.linear.protocol import LinearKernel, PreparedLinear
 from moe_engine.kernels.ops.protocol import Ops
 from moe_engine.kernels.quantization.codes import GroupCodes, PlainWeight
+from moe_engine.models.checkpoint.cut import Cut
 from moe_engine.models.config import ModelConfig
-from moe_engine.models.cut import Cut
 from moe_engine.models.formats.online import derived_codes
 from moe_engine.models.formats.schemes import SchemeFormat
 from moe_engine.models.layers.linear import Linear, Projection, format_for, load_linear, quantized_values
-from moe_engine.models.tensors import HEAD_BIAS
+from moe_engine.models.tensors.model import HEAD_BIAS
 from moe_engine.models.weights import WeightSource
 from moe_engine.parallel.collectives import Group
 from moe_engine.parallel.context import SINGLE, ParallelContext

@@ -23,10 +23,10 @@ from moe_engine.kernels.ops.protocol import Ops
 from moe_engine.kernels.queries import PagedQueries
 from moe_engine.kernels.uploads import upload
 from moe_engine.models.batch import ForwardBatch
+from moe_engine.models.checkpoint.safetensors_file import DTYPES
 from moe_engine.models.config import ModelConfig
 from moe_engine.models.layers.linear import load_linear
 from moe_engine.models.layers.streams import StreamNorm
-from moe_engine.models.safetensors_file import DTYPES
 from moe_engine.models.weights import WeightSource
 
 

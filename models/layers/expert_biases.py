@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from moe_engine.kernels.experts.batch import ExpertBiases
-from moe_engine.models.moe_config import MoEConfig
-from moe_engine.models.tensors import DOWN_BIAS, GATE_UP_BIAS
+from moe_engine.models.config_sections.moe import MoEConfig
+from moe_engine.models.tensors.model import DOWN_BIAS, GATE_UP_BIAS
 from moe_engine.models.weights import WeightSource
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from moe_engine.errors import CheckpointError
-from moe_engine.models.moe_config import MoEConfig
+from moe_engine.models.config_sections.moe import MoEConfig
 from moe_engine.models.weights import WeightSource
 
 

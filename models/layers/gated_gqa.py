@@ -18,7 +18,7 @@ from moe_engine.models.batch import ForwardBatch
 from moe_engine.models.config import GQAConfig, ModelConfig
 from moe_engine.models.layers.gqa import GQAttention, Groups, ProjectedParts, group_inputs
 from moe_engine.models.layers.linear import load_linear
-from moe_engine.models.tensors import gate_name
+from moe_engine.models.tensors.model import gate_name
 from moe_engine.models.weights import WeightSource
 from moe_engine.parallel.context import ParallelContext
 from moe_engine.parallel.share import Share

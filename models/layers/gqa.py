@@ -20,14 +20,14 @@ from moe_engine.kernels.ops.protocol import HeadNorms, RotaryTable
 from moe_engine.kernels.quantization.protocol import Activation, ActivationFormat
 from moe_engine.kernels.queries import PagedQueries
 from moe_engine.models.batch import ForwardBatch
+from moe_engine.models.checkpoint.cut import Cut
 from moe_engine.models.config import CacheGroup, GQAConfig, ModelConfig
-from moe_engine.models.cut import Cut
 from moe_engine.models.layers.linear import Linear, load_linear
 from moe_engine.models.layers.norm import RMSNorm
 from moe_engine.models.layers.projection_norm import ProjectionNorms
 from moe_engine.models.layers.rotated_norm import HeadWeights, UnweightedNorm
 from moe_engine.models.sharding import local_attention
-from moe_engine.models.tensors import sinks_name
+from moe_engine.models.tensors.model import sinks_name
 from moe_engine.models.weights import WeightSource
 from moe_engine.parallel.context import ParallelContext
 from moe_engine.parallel.share import Share, heads_share

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from moe_engine.kernels.ops.protocol import HeadNorms, Ops
-from moe_engine.models.cut import Cut
+from moe_engine.models.checkpoint.cut import Cut
 from moe_engine.models.layers.projection_norm import scaled
 from moe_engine.models.weights import WeightSource
 from moe_engine.parallel.collectives import Group

@@ -18,8 +18,8 @@ from moe_engine.kernels.backends import Backends
 from moe_engine.kernels.ops.head_factors import scale_heads
 from moe_engine.kernels.ops.protocol import Ops, RotaryTable
 from moe_engine.kernels.quantization.protocol import Activation, ActivationFormat, common_format, unquantized
+from moe_engine.models.checkpoint.cut import Cut
 from moe_engine.models.config import MLAConfig, ModelConfig
-from moe_engine.models.cut import Cut
 from moe_engine.models.layers.indexer import index_queries
 from moe_engine.models.layers.linear import Linear, load_linear, stacks
 from moe_engine.models.layers.sparse_mla import SparseMLAAttention

@@ -16,7 +16,7 @@ from moe_engine.kernels.linear.protocol import LinearKernel, PreparedLinear
 from moe_engine.kernels.quantization.codes import CodedWeight, GroupCodes, PlainCodes, PlainWeight
 from moe_engine.kernels.quantization.protocol import Activation, KernelFormat, ProductInput, RowsToNorm, as_format
 from moe_engine.kernels.quantization.quantize import quantize_codes
-from moe_engine.models.cut import UNCUT, Cut
+from moe_engine.models.checkpoint.cut import UNCUT, Cut
 from moe_engine.models.weights import WeightSource
 from moe_engine.parallel.share import WHOLE, Share
 

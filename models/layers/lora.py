@@ -18,6 +18,7 @@ from torch import Tensor
 
 from moe_engine.kernels.lora.protocol import AdapterTokens, LoraKernel, LoraWeights
 from moe_engine.kernels.quantization.protocol import Activation, unquantized
+from moe_engine.models.checkpoint.safetensors_file import SafetensorsFile
 from moe_engine.models.layers.decoder import Decoder
 from moe_engine.models.layers.latent_queries import LatentQueries
 from moe_engine.models.layers.linear import Linear, Projection
@@ -26,7 +27,6 @@ from moe_engine.models.layers.mlp import MLP
 from moe_engine.models.layers.moe import MoE
 from moe_engine.models.layers.step_adapters import KVBAdapters, StepAdapters
 from moe_engine.models.lora_adapter import TARGETS, Adapter, AdapterModule
-from moe_engine.models.safetensors_file import SafetensorsFile
 from moe_engine.parallel.dp_gather_scatter import TokenLayout
 
 

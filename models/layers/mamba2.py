@@ -11,11 +11,11 @@ import torch
 from moe_engine.kernels.backends import Backends
 from moe_engine.kernels.delta.protocol import UNBOUNDED, DeltaInputs, DeltaShape, DeltaWeights
 from moe_engine.kernels.quantization.protocol import Activation
+from moe_engine.models.checkpoint.cut import Cut
 from moe_engine.models.config import ModelConfig
-from moe_engine.models.cut import Cut
+from moe_engine.models.config_sections.state import DeltaConfig
 from moe_engine.models.layers.delta_layer import DeltaLayer, read_taps
 from moe_engine.models.layers.linear import Projection, load_linear
-from moe_engine.models.state_config import DeltaConfig
 from moe_engine.models.weights import WeightSource
 from moe_engine.parallel.context import ParallelContext
 from moe_engine.parallel.share import Share

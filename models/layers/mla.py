@@ -29,8 +29,8 @@ from moe_engine.kernels.quantization.protocol import (
 )
 from moe_engine.kernels.queries import AttentionBatch, PagedQueries
 from moe_engine.models.batch import ForwardBatch
+from moe_engine.models.checkpoint.cut import Cut
 from moe_engine.models.config import MLAConfig, ModelConfig
-from moe_engine.models.cut import Cut
 from moe_engine.models.formats.online import derived_codes
 from moe_engine.models.layers import mla_chunks
 from moe_engine.models.layers.latent_queries import LatentQueries
@@ -40,7 +40,7 @@ from moe_engine.models.layers.norm import RMSNorm
 from moe_engine.models.layers.step_adapters import KVBAdapters, StepAdapters
 from moe_engine.models.sharding import local_attention
 from moe_engine.models.step_memory import MAX_ABSORBED_TOKENS, MAX_EXPANDED_TOKENS
-from moe_engine.models.tensors import layer_index as number_of
+from moe_engine.models.tensors.model import layer_index as number_of
 from moe_engine.models.weights import WeightSource
 from moe_engine.parallel.context import ParallelContext
 from moe_engine.parallel.share import WHOLE, Share

@@ -30,6 +30,7 @@ from moe_engine.kernels.quantization.protocol import (
 )
 from moe_engine.models.batch import RoutedTokens
 from moe_engine.models.config import ModelConfig
+from moe_engine.models.config_sections.moe import MoEConfig
 from moe_engine.models.expert_format import width_group
 from moe_engine.models.layers.expert_table import read_expert_table
 from moe_engine.models.layers.gated_mlp import GatedMLP, ScaledMLP
@@ -40,8 +41,7 @@ from moe_engine.models.layers.overlap_stages import Stages, finish
 from moe_engine.models.layers.scaled_inputs import ScaledInputs
 from moe_engine.models.layers.step_adapters import StepAdapters
 from moe_engine.models.layers.stored_experts import StoredExperts, held_experts
-from moe_engine.models.moe_config import MoEConfig
-from moe_engine.models.tensors import expert_names
+from moe_engine.models.tensors.model import expert_names
 from moe_engine.models.weights import WeightSource
 from moe_engine.parallel.context import ParallelContext
 from moe_engine.parallel.dispatch.protocol import Phase

@@ -20,11 +20,11 @@ from moe_engine.kernels.ops.ngram_products import IN_TORCH as PRODUCTS_IN_TORCH
 from moe_engine.kernels.ops.ngram_rows import IN_TORCH
 from moe_engine.kernels.quantization.protocol import Activation
 from moe_engine.models.batch import ForwardBatch
+from moe_engine.models.checkpoint.safetensors_file import DTYPES
 from moe_engine.models.config import ModelConfig
-from moe_engine.models.engram_config import EngramConfig
+from moe_engine.models.config_sections.engram import EngramConfig
 from moe_engine.models.layers.gated_streams import GatedStreamNorm
 from moe_engine.models.layers.linear import load_linear
-from moe_engine.models.safetensors_file import DTYPES
 from moe_engine.models.weights import WeightSource
 
 

@@ -14,11 +14,11 @@ from moe_engine.kernels.backends import Backends
 from moe_engine.kernels.quantization.protocol import UNQUANTIZED, Activation, as_format, unquantized
 from moe_engine.models.batch import RoutedTokens
 from moe_engine.models.config import ModelConfig
-from moe_engine.models.gqa_tensors import EXPERT_SCALES, INNER_NORMS, MLP_NORM, ROUTER_NORM
 from moe_engine.models.layers.moe import Choice, MoE
 from moe_engine.models.layers.norm import RMSNorm
 from moe_engine.models.layers.overlap_stages import Stages
-from moe_engine.models.tensors import expert_names
+from moe_engine.models.tensors.gqa import EXPERT_SCALES, INNER_NORMS, MLP_NORM, ROUTER_NORM
+from moe_engine.models.tensors.model import expert_names
 from moe_engine.models.weights import WeightSource
 from moe_engine.parallel.context import ParallelContext
 from moe_engine.parallel.dispatch.protocol import Phase

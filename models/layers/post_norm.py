@@ -15,7 +15,7 @@ from moe_engine.kernels.quantization.protocol import ActivationFormat
 from moe_engine.models.config import ModelConfig
 from moe_engine.models.layers.norm import RMSNorm, summed
 from moe_engine.models.layers.residual_norm import ResidualNorm
-from moe_engine.models.tensors import layer_index
+from moe_engine.models.tensors.model import layer_index
 from moe_engine.models.weights import WeightSource
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from moe_engine.kernels.ops.protocol import Ops
-from moe_engine.models.cut import Cut
+from moe_engine.models.checkpoint.cut import Cut
 from moe_engine.models.weights import WeightSource
 from moe_engine.parallel.collectives import Group
 from moe_engine.parallel.share import Share

@@ -15,7 +15,7 @@ from moe_engine.kernels.ops.protocol import Ops
 from moe_engine.models.config import ModelConfig
 from moe_engine.models.layers.norm import RMSNorm, summed
 from moe_engine.models.layers.residual_norm import ResidualNorm
-from moe_engine.models.tensors import LAYER_FACTOR, layer_index
+from moe_engine.models.tensors.model import LAYER_FACTOR, layer_index
 from moe_engine.models.weights import WeightSource
 
 _OF_ATTENTION = "post_attention_layernorm"

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from moe_engine.kernels.ops.protocol import RotaryTable
-from moe_engine.models.rope_config import RopeConfig
-from moe_engine.models.tensors import ROTARY_FACTORS
+from moe_engine.models.config_sections.rope import RopeConfig
+from moe_engine.models.tensors.model import ROTARY_FACTORS
 from moe_engine.models.weights import WeightSource
 
 _ROWS_AT_ONCE = 1 << 15

@@ -12,11 +12,11 @@ from moe_engine.kernels.backends import Backends
 from moe_engine.kernels.ops.protocol import HeadNorms, RotaryTable
 from moe_engine.kernels.quantization.protocol import Activation
 from moe_engine.models.batch import ForwardBatch
+from moe_engine.models.checkpoint.cut import Cut
 from moe_engine.models.config import ModelConfig
-from moe_engine.models.cut import Cut
-from moe_engine.models.gqa_tensors import ROTATED_NORMS
 from moe_engine.models.layers.lightning_attention import LightningAttention
 from moe_engine.models.layers.linear import Linear, Projection, load_stacked
+from moe_engine.models.tensors.gqa import ROTATED_NORMS
 from moe_engine.models.weights import WeightSource
 from moe_engine.parallel.context import ParallelContext
 from moe_engine.parallel.share import Share

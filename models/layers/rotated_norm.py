@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from moe_engine.kernels.ops.protocol import HeadNorms, Ops
-from moe_engine.models.gqa_tensors import ROTATED_NORMS
+from moe_engine.models.tensors.gqa import ROTATED_NORMS
 from moe_engine.models.weights import WeightSource
 
 

@@ -28,8 +28,8 @@ from moe_engine.kernels.quantization.protocol import UNQUANTIZED, Activation, Ac
 from moe_engine.kernels.queries import AttentionBatch, PagedQueries
 from moe_engine.models.batch import ForwardBatch
 from moe_engine.models.compressed_cache import CompressedCache
-from moe_engine.models.compressed_config import MAX_CANDIDATES, SharedEntriesConfig
 from moe_engine.models.config import ModelConfig
+from moe_engine.models.config_sections.compressed import MAX_CANDIDATES, SharedEntriesConfig
 from moe_engine.models.layers.compressed_attention import CompressedAttention
 from moe_engine.models.layers.compressed_in_place import StepInPlace
 from moe_engine.models.layers.compressed_rows import AttendedRows, CompressedStep, EntrySelection

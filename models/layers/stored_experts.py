@@ -15,12 +15,12 @@ from moe_engine.errors import ConfigError
 from moe_engine.kernels.experts.batch import ExpertWeights
 from moe_engine.kernels.experts.protocol import ExpertsKernel
 from moe_engine.kernels.quantization.protocol import KernelFormat
-from moe_engine.models.cut import Cut
+from moe_engine.models.checkpoint.cut import Cut
+from moe_engine.models.checkpoint.load_threads import for_each
+from moe_engine.models.config_sections.moe import MoEConfig
 from moe_engine.models.layers.expert_biases import empty_biases, fill_biases
 from moe_engine.models.layers.linear import Projection, empty_weight, format_for
-from moe_engine.models.load_threads import for_each
-from moe_engine.models.moe_config import MoEConfig
-from moe_engine.models.tensors import ExpertNames
+from moe_engine.models.tensors.model import ExpertNames
 from moe_engine.models.weights import WeightSource
 from moe_engine.parallel.context import ParallelContext
 from moe_engine.parallel.share import Share

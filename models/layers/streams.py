@@ -15,8 +15,8 @@ from torch import Tensor
 
 from moe_engine.kernels.ops.protocol import Ops
 from moe_engine.kernels.ops.streams import StreamWeights, mix_streams
-from moe_engine.models.compressed_config import StreamsConfig
 from moe_engine.models.config import ModelConfig
+from moe_engine.models.config_sections.compressed import StreamsConfig
 from moe_engine.models.layers.norm import RMSNorm
 from moe_engine.models.layers.residual_norm import ResidualNorm
 from moe_engine.models.weights import WeightSource

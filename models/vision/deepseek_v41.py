@@ -14,11 +14,11 @@ from torch.nn.functional import gelu, pad
 
 from moe_engine.kernels.backends import Backends
 from moe_engine.kernels.ops.protocol import RotaryTable
+from moe_engine.models.config_sections.vision import VisionConfig
 from moe_engine.models.layers.norm import RMSNorm
+from moe_engine.models.tensors.vision import DELIMITERS, PREFIX
 from moe_engine.models.vision.grid import Grid, patch_angles
 from moe_engine.models.vision.parts import GatedBlock, PatchTransformer, load_product
-from moe_engine.models.vision_config import VisionConfig
-from moe_engine.models.vision_tensors import DELIMITERS, PREFIX
 from moe_engine.models.weights import WeightSource
 
 BLOCK = ("norm1", "norm2", ("attn.wqkv",), "attn.wo", ("mlp.w1",), "mlp.w2")

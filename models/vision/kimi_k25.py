@@ -14,10 +14,10 @@ from torch.nn.functional import gelu
 
 from moe_engine.kernels.backends import Backends
 from moe_engine.kernels.ops.protocol import RotaryTable
+from moe_engine.models.config_sections.vision import VisionConfig
+from moe_engine.models.tensors.vision import PREFIX
 from moe_engine.models.vision.grid import Grid, patch_places
 from moe_engine.models.vision.parts import LayerNorm, PatchTransformer, TowerBlock, load_product
-from moe_engine.models.vision_config import VisionConfig
-from moe_engine.models.vision_tensors import PREFIX
 from moe_engine.models.weights import WeightSource
 
 CUBIC = -0.75

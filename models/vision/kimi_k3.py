@@ -17,11 +17,11 @@ from torch.nn.functional import gelu, rms_norm
 
 from moe_engine.kernels.backends import Backends
 from moe_engine.kernels.ops.protocol import RotaryTable
+from moe_engine.models.config_sections.vision import VisionConfig
+from moe_engine.models.tensors.vision import PREFIX
 from moe_engine.models.vision.grid import Grid
 from moe_engine.models.vision.kimi_k25 import GELU_TANH, turned_angles
 from moe_engine.models.vision.parts import PatchTransformer, load_product
-from moe_engine.models.vision_config import VisionConfig
-from moe_engine.models.vision_tensors import PREFIX
 from moe_engine.models.weights import WeightSource
 
 

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from moe_engine.models.config_fields import read_json
-from moe_engine.models.mistral_native import native_fields, native_file
+from moe_engine.models.checkpoint_names.mistral_native import native_fields, native_file
+from moe_engine.models.config_sections.fields import read_json
 from moe_engine.models.vision.deepseek_v41_pixels import DeepseekV41Processor
 from moe_engine.models.vision.glm_pixels import GlmProcessor
 from moe_engine.models.vision.kimi_pixels import KimiProcessor

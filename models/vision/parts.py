@@ -16,11 +16,11 @@ from moe_engine.kernels.backends import Backends
 from moe_engine.kernels.gate_form import GatedActivation
 from moe_engine.kernels.ops.protocol import RotaryTable
 from moe_engine.kernels.varlen.protocol import VarlenKernel
+from moe_engine.models.config_sections.vision import VisionConfig
 from moe_engine.models.layers.linear import Linear
 from moe_engine.models.layers.norm import RMSNorm
+from moe_engine.models.tensors.vision import PREFIX, patch_shape
 from moe_engine.models.vision.grid import Grid
-from moe_engine.models.vision_config import VisionConfig
-from moe_engine.models.vision_tensors import PREFIX, patch_shape
 from moe_engine.models.weights import WeightSource
 
 BlockNames = tuple[str, str, str | tuple[str, str, str], str, str, str]

@@ -11,10 +11,10 @@ from torch.nn.functional import gelu
 
 from moe_engine.kernels.backends import Backends
 from moe_engine.kernels.ops.protocol import RotaryTable
+from moe_engine.models.config_sections.vision import VisionConfig
+from moe_engine.models.tensors.vision import PREFIX
 from moe_engine.models.vision.grid import Grid, patch_angles
 from moe_engine.models.vision.parts import LayerNorm, PatchTransformer, TowerBlock, frame_lens, load_product
-from moe_engine.models.vision_config import VisionConfig
-from moe_engine.models.vision_tensors import PREFIX
 from moe_engine.models.weights import WeightSource
 
 BLOCK = ("norm1", "norm2", "attn.qkv", "attn.proj", "mlp.fc1", "mlp.fc2")

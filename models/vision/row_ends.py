@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from moe_engine.models.checkpoint.cut import Cut
 from moe_engine.models.config import ModelConfig
-from moe_engine.models.cut import Cut
 from moe_engine.models.layers.embedding import EMBEDDING
 from moe_engine.models.vision.grid import Grid
 from moe_engine.models.weights import WeightSource

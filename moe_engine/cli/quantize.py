@@ -25,8 +25,8 @@ def main(argv: Sequence[str], prog: str) -> int:
     text = _read(own.text)
     from tqdm import tqdm
 
-    from moe_engine.models.quantization_target import Target
-    from moe_engine.models.quantized_checkpoint import quantize_checkpoint
+    from moe_engine.models.quantized_copy.checkpoint import quantize_checkpoint
+    from moe_engine.models.quantized_copy.target import Target
 
     files = [file for ending in ("safetensors", "bin", "pt") for file in source.glob(f"*.{ending}")]
     total = sum(file.stat().st_size for file in files if file.suffix == files[0].suffix)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from moe_engine.models.pooling_config import PoolingConfig
-from moe_engine.models.vision_config import VisionConfig
+from moe_engine.models.config_sections.pooling import PoolingConfig
+from moe_engine.models.config_sections.vision import VisionConfig
 
 
 @dataclass(frozen=True)

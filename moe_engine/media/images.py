@@ -15,7 +15,7 @@ from moe_engine.media.image_process import ImageSetup
 from moe_engine.media.processors import Processors
 from moe_engine.media.read import read_media
 from moe_engine.media.settings import ImageSource, MediaSettings
-from moe_engine.models.vision_config import VisionConfig
+from moe_engine.models.config_sections.vision import VisionConfig
 from moe_engine.types.image_tokens import ImageTokens, image_key
 
 READERS, PROCESSES = 8, 2

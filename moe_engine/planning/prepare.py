@@ -20,13 +20,13 @@ from moe_engine.config.disaggregation import OFF
 from moe_engine.config.model import OTHER_FORMATS
 from moe_engine.errors import ConfigError, NotAvailableYet
 from moe_engine.gguf_container import SUFFIX, find_gguf
+from moe_engine.models.checkpoint.tensor_header import WeightFile
 from moe_engine.models.checkpoint_files import read_checkpoint, read_head, read_nextn
 from moe_engine.models.config import ModelConfig
 from moe_engine.models.config_file import load_model_config, read_fields
 from moe_engine.models.header_check import check_head_headers, check_headers, check_nextn_headers, with_stored_format
 from moe_engine.models.pooling import with_pooling
-from moe_engine.models.tensor_header import WeightFile
-from moe_engine.models.vision_tensors import PREFIX as VISION
+from moe_engine.models.tensors.vision import PREFIX as VISION
 from moe_engine.parallel.recording.config import recorder_directory
 from moe_engine.planning.flags.checkpoint_deletion import check_deletion
 from moe_engine.planning.flags.resolve_storage import storage_settings

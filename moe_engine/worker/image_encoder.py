@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from moe_engine.models.batch import ImageRows
-from moe_engine.models.image_text import ImageInputs
+from moe_engine.models.families.image_text import ImageInputs
 from moe_engine.parallel.collectives import Group
 from moe_engine.types.image_tokens import ImageTokens
 from moe_engine.worker.batch.row_images import StepImages

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moe_engine.models.pooling_config import PoolingConfig
+from moe_engine.models.config_sections.pooling import PoolingConfig
 from moe_engine.parallel.step_sizes import StepSizes
 from moe_engine.types import StepPlan, StepResult
 from moe_engine.worker.batch.step_batch import StepBatch

@@ -17,7 +17,7 @@ from torch import Tensor
 from moe_engine.errors import InputError, MoeEngineError
 from moe_engine.models.partial_weights import CODES, FP8_CODES, code_source
 from moe_engine.models.tensor_names import TensorNames
-from moe_engine.models.tensors import added, factor
+from moe_engine.models.tensors.model import added, factor
 from moe_engine.models.weights import WeightSource
 from moe_engine.worker.eplb.expert_control import ExpertControl
 from moe_engine.worker.model_runner import ModelRunner

@@ -23,6 +23,7 @@ from torch import Tensor
 from moe_engine.errors import CheckpointError, ConfigError, MoeEngineError
 from moe_engine.kernels.host_memory import host_memory
 from moe_engine.kernels.ops.hashed_rows import HashedRows
+from moe_engine.models.checkpoint.tensor_header import WeightFile
 from moe_engine.models.checkpoint_files import read_checkpoint
 from moe_engine.models.config import ModelConfig
 from moe_engine.models.config_file import load_model_config
@@ -34,9 +35,8 @@ from moe_engine.models.loader import LoadOptions, reload
 from moe_engine.models.partial_weights import ReceivedWeights, mask_source
 from moe_engine.models.pooling import with_pooling
 from moe_engine.models.received_tensors import ReceivedTensors, files_of, header_of
-from moe_engine.models.tensor_header import WeightFile
 from moe_engine.models.tensor_names import TensorNames
-from moe_engine.models.tensors import table_names
+from moe_engine.models.tensors.model import table_names
 from moe_engine.worker.eplb.expert_control import ExpertControl
 from moe_engine.worker.model_runner import ModelRunner
 from moe_engine.worker.options import WorkerOptions

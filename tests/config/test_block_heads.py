@@ -12,7 +12,7 @@ import pytest
 from moe_engine.config.args import EngineArgs
 from moe_engine.errors import MoeEngineError
 from moe_engine.executor.make_worker import worker_options
-from moe_engine.models.block_config import BlockConfig
+from moe_engine.models.config_sections.block import BlockConfig
 from moe_engine.planning.memory.ledger import DRAFT_WEIGHTS
 from moe_engine.planning.prepare import prepare
 from moe_engine.planning.resolve import ResolvedConfig

@@ -11,9 +11,9 @@ from huggingface_hub.errors import LocalEntryNotFoundError, OfflineModeIsEnabled
 
 from moe_engine.config.args import EngineArgs
 from moe_engine.errors import CheckpointError, ConfigError
-from moe_engine.models import checkpoint_names
 from moe_engine.models.checkpoint_files import read_checkpoint
-from moe_engine.models.config_fields import read_json
+from moe_engine.models.checkpoint_names import names as checkpoint_names
+from moe_engine.models.config_sections.fields import read_json
 from moe_engine.planning.inputs.checkpoint import locate, sums
 from moe_engine.planning.prepare import prepare
 from tests.config.conftest import machine, write_safetensors

@@ -11,7 +11,7 @@ import pytest
 from moe_engine.config.args import EngineArgs
 from moe_engine.errors import ConfigError
 from moe_engine.models.config_file import load_model_config
-from moe_engine.models.state_config import StateGroup, StatePart
+from moe_engine.models.config_sections.state import StateGroup, StatePart
 from moe_engine.models.widths import local_heads
 from moe_engine.planning.output.explain import explain_text
 from moe_engine.planning.resolve import resolve

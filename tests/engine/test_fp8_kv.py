@@ -21,7 +21,7 @@ from moe_engine.config.args import EngineArgs
 from moe_engine.demo import CHECKPOINT_DIR
 from moe_engine.errors import ConfigError
 from moe_engine.models.layers.mla import MLAAttention
-from moe_engine.models.tensors import LATENT_SCALES
+from moe_engine.models.tensors.model import LATENT_SCALES
 from moe_engine.planning.prepare import prepare
 from moe_engine.planning.resolved_config import ResolvedConfig
 from moe_engine.worker.weight_read import ReadArgs

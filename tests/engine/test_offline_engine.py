@@ -225,7 +225,7 @@ def test_a_core_stopped_by_a_signal_is_named(checkpoint: Path, monkeypatch: pyte
 
 def test_outside_model(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A user's class, registered without changes of the source, is also known in the engine's process."""
-    source = "from moe_engine.models.deepseek import DeepseekModel\n\n\nclass Mine(DeepseekModel):\n    pass\n"
+    source = "from moe_engine.models.families.deepseek import DeepseekModel\n\n\nclass Mine(DeepseekModel):\n    pass\n"
     (tmp_path / "my_model_module.py").write_text(source)
     monkeypatch.syspath_prepend(str(tmp_path))
     import my_model_module  # type: ignore[import-not-found]

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from moe_engine.models.state_config import StateGroup, StatePart
+from moe_engine.models.config_sections.state import StateGroup, StatePart
 from moe_engine.storage.file_storage import FileStorage
 from moe_engine.storage.sealed_pages import SealedPages
 from moe_engine.types import KVBackup, KVFetch, KVLoad, KVOps, KVReport

@@ -21,15 +21,15 @@ from moe_engine.kernels.ops.protocol import RotaryTable
 from moe_engine.kernels.quantization.protocol import ActivationFormat
 from moe_engine.models import registry
 from moe_engine.models.batch import ForwardBatch
+from moe_engine.models.checkpoint.cut import Cut
 from moe_engine.models.config import ModelConfig
-from moe_engine.models.config_families import parse_auto
-from moe_engine.models.config_fields import Fields
-from moe_engine.models.cut import Cut
-from moe_engine.models.deepseek import DeepseekModel
-from moe_engine.models.dense import DenseModel
+from moe_engine.models.config_parsers.families import parse_auto
+from moe_engine.models.config_sections.fields import Fields
+from moe_engine.models.config_sections.state import StateGroup, StatePart
+from moe_engine.models.families.deepseek import DeepseekModel
+from moe_engine.models.families.dense import DenseModel
 from moe_engine.models.layers.decoder import Decoder
 from moe_engine.models.layers.linear import load_linear
-from moe_engine.models.state_config import StateGroup, StatePart
 from moe_engine.models.weights import WeightSource
 from moe_engine.parallel.share import Share
 from tests.models.checkpoints import make_checkpoint, write_tensors

@@ -14,10 +14,10 @@ from torch import Tensor
 from moe_engine.kernels import tables
 from moe_engine.kernels.weight_forms import Multiplied
 from moe_engine.models import sizes
+from moe_engine.models.checkpoint.cut import Cut
 from moe_engine.models.checkpoint_files import read_checkpoint
-from moe_engine.models.config_fields import Fields
 from moe_engine.models.config_file import load_model_config
-from moe_engine.models.cut import Cut
+from moe_engine.models.config_sections.fields import Fields
 from moe_engine.models.footprint import held_bytes
 from moe_engine.models.formats.table import parse_format
 from moe_engine.models.header_check import with_stored_format

@@ -28,7 +28,7 @@ from benchmarks.gguf_export import (
     tokenizer_metadata,
     write_container,
 )
-from moe_engine.models.tensor_header import BLOCK_TYPES
+from moe_engine.models.checkpoint.tensor_header import BLOCK_TYPES
 
 UNKNOWN_THERE = ("Q5_0", "Q5_1", "MXFP4")
 """Types that transformers does not read."""

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from moe_engine.config.args import EngineArgs
 from moe_engine.models.batch import ImageRows
-from moe_engine.models.image_text import ImageInputs
-from moe_engine.models.quantization_target import Target
-from moe_engine.models.quantized_checkpoint import quantize_checkpoint
+from moe_engine.models.families.image_text import ImageInputs
+from moe_engine.models.quantized_copy.checkpoint import quantize_checkpoint
+from moe_engine.models.quantized_copy.target import Target
 from moe_engine.planning.prepare import prepare
 from tests.engine.harness import InProcessEngine
 from tests.engine.test_image_requests import COUNT, assert_equal, scripted

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
-from moe_engine.models.tensors import LATENT_SCALES
+from moe_engine.models.tensors.model import LATENT_SCALES
 
 
 def add_latent_scales(path: Path, num_layers: int) -> tuple[float, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from moe_engine.models.config import ModelConfig
-from moe_engine.models.tensors import EMBEDDING, model_tensors
+from moe_engine.models.tensors.model import EMBEDDING, model_tensors
 
 
 def num_active_parameters(config: ModelConfig) -> int:

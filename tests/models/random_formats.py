@@ -15,10 +15,10 @@ import torch
 from safetensors.torch import load_file
 
 from moe_engine.errors import MoeEngineError
+from moe_engine.models.checkpoint.tensor_header import BLOCK_TYPES
 from moe_engine.models.checkpoint_files import read_checkpoint
 from moe_engine.models.config_file import load_model_config
 from moe_engine.models.header_check import check_headers
-from moe_engine.models.tensor_header import BLOCK_TYPES
 from tests.models import random_shapes, random_sparse_shapes, stepper
 from tests.models.checkpoints import GATED_STREAMS, KINDS, MORE_KINDS, dequantized_copy, make_checkpoint, write_tensors
 from tests.models.format_checks import write_pair

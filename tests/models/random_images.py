@@ -19,7 +19,7 @@ from torch import Tensor
 
 from moe_engine.models.batch import ImageRows, PoolStarts
 from moe_engine.models.config_file import load_model_config
-from moe_engine.models.image_text import ImageInputs
+from moe_engine.models.families.image_text import ImageInputs
 from moe_engine.models.vision.positions import axis_positions
 from tests.models import (
     glm5_next_images,

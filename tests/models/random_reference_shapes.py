@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from moe_engine.models.config_file import load_model_config
-from moe_engine.models.engram_config import EngramConfig
+from moe_engine.models.config_sections.engram import EngramConfig
 from tests.models import kimi_checkpoints, kimi_k3, ling_v2_5, random_sparse_shapes, stepper, v4_checkpoints
 from tests.models.deepseek_v41 import V41Reference, make_v41
 from tests.models.parity_families import Family, text_prompts

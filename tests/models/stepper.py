@@ -15,9 +15,9 @@ from moe_engine.kernels.device import Need, cpu_device
 from moe_engine.kernels.queries import AttentionBatch, PagedQueries
 from moe_engine.models.batch import ForwardBatch, Model
 from moe_engine.models.compressed_cache import CompressedCache
-from moe_engine.models.compressed_config import CompressedConfig
 from moe_engine.models.config import ModelConfig
 from moe_engine.models.config_file import load_model_config
+from moe_engine.models.config_sections.compressed import CompressedConfig
 from moe_engine.models.loader import LoadOptions, load_model
 from moe_engine.models.needs import block_index_widths, index_widths
 from moe_engine.worker.device_stream import DeviceStream

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from moe_engine.config.args import EngineArgs
 from moe_engine.errors import ConfigError, NotAvailableYet
-from moe_engine.models.compressed_config import CompressedConfig
 from moe_engine.models.config_file import load_model_config
+from moe_engine.models.config_sections.compressed import CompressedConfig
 from moe_engine.planning.prepare import prepare
 from tests.models import stepper
 from tests.models.entry_steps import check_ledger, check_mixed_batches, check_parts

@@ -17,7 +17,7 @@ from moe_engine.errors import ConfigError
 from moe_engine.kernels.ops.block_rounding import round_e2m1, round_e2m1_small, round_e4m3
 from moe_engine.models.config_file import load_model_config
 from moe_engine.models.formats.fp4_experts import FP4ExpertsFormat
-from moe_engine.models.tensors import model_tensors
+from moe_engine.models.tensors.model import model_tensors
 from tests.models import stepper
 from tests.models.deepseek_v41 import FIELDS, V41Reference, make_v41
 from tests.models.entry_steps import PAGE, check_ledger, check_mixed_batches, check_parts

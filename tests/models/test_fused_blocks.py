@@ -11,9 +11,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from moe_engine.kernels.quantization.protocol import BlockWeight
+from moe_engine.models.checkpoint.cut import Cut
 from moe_engine.models.checkpoint_files import read_checkpoint
 from moe_engine.models.config_file import load_model_config
-from moe_engine.models.cut import Cut
 from moe_engine.models.formats.block_fp8 import BlockFP8Format
 from moe_engine.models.formats.fused_blocks import with_fused_experts
 from moe_engine.models.header_check import check_headers

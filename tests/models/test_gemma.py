@@ -13,9 +13,9 @@ from safetensors.torch import load_file
 
 from moe_engine.errors import ConfigError
 from moe_engine.models import sizes
-from moe_engine.models.checkpoint_names import _common_names
+from moe_engine.models.checkpoint_names.names import _common_names
 from moe_engine.models.config import GQAConfig
-from moe_engine.models.tensors import model_tensors
+from moe_engine.models.tensors.model import model_tensors
 from moe_engine.tuning.costs.model_facts import model_facts
 from tests.models import stepper
 from tests.models.byte_tokenizer import VOCAB_SIZE

@@ -15,15 +15,15 @@ from torch import Tensor
 
 from moe_engine.errors import CheckpointError, ConfigError
 from moe_engine.gguf_container import read_container
+from moe_engine.models.checkpoint.cut import Cut
+from moe_engine.models.checkpoint.tensor_header import BLOCK_TYPES
 from moe_engine.models.checkpoint_files import read_checkpoint
 from moe_engine.models.config import ModelConfig
 from moe_engine.models.config_file import load_model_config
-from moe_engine.models.cut import Cut
 from moe_engine.models.formats.gguf import Blocks
 from moe_engine.models.formats.gguf_blocks import values_of, wide_codes_into
 from moe_engine.models.header_check import check_headers
-from moe_engine.models.quantized_checkpoint import Target, quantize_checkpoint
-from moe_engine.models.tensor_header import BLOCK_TYPES
+from moe_engine.models.quantized_copy.checkpoint import Target, quantize_checkpoint
 from moe_engine.models.weights import WeightReader
 from tests.models.checkpoints import make_checkpoint, write_tensors
 from tests.models.format_checks import ledger_fits, loaded, logits_of

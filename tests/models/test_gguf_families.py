@@ -13,11 +13,11 @@ import transformers
 
 from moe_engine.errors import CheckpointError, ConfigError
 from moe_engine.gguf_container import read_container
+from moe_engine.models.checkpoint.cut import Cut
 from moe_engine.models.checkpoint_files import read_checkpoint
 from moe_engine.models.config_file import load_model_config
-from moe_engine.models.cut import Cut
 from moe_engine.models.header_check import check_headers
-from moe_engine.models.tensors import model_tensors
+from moe_engine.models.tensors.model import model_tensors
 from moe_engine.models.weights import WeightReader
 from tests.models.checkpoints import PHI_ROPE, make_checkpoint, write_tensors
 from tests.models.format_checks import ledger_fits, loaded, step_logits

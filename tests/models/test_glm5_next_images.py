@@ -17,7 +17,7 @@ from moe_engine.errors import ConfigError
 from moe_engine.media.image_process import load_processor
 from moe_engine.models.checkpoint_files import read_checkpoint
 from moe_engine.models.config_file import load_model_config
-from moe_engine.models.glm5_next import Glm5NextModel
+from moe_engine.models.families.glm5_next import Glm5NextModel
 from moe_engine.models.header_check import check_headers
 from moe_engine.planning.prepare import prepare
 from tests.models import stepper

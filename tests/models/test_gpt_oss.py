@@ -18,9 +18,9 @@ from moe_engine.kernels.device import Device
 from moe_engine.kernels.registry import select
 from moe_engine.kernels.weight_forms import FOUR_BITS, families
 from moe_engine.models import sizes
+from moe_engine.models.checkpoint.cut import Cut
 from moe_engine.models.checkpoint_files import read_checkpoint
 from moe_engine.models.config_file import load_model_config
-from moe_engine.models.cut import Cut
 from moe_engine.models.formats.protocol import FAMILIES
 from moe_engine.models.header_check import check_headers
 from moe_engine.models.needs import need_of_model

@@ -18,14 +18,14 @@ from torch import Tensor
 
 from moe_engine.errors import CheckpointError
 from moe_engine.models import registry
+from moe_engine.models.checkpoint.cut import UNCUT, Cut
 from moe_engine.models.checkpoint_files import read_checkpoint
 from moe_engine.models.config_file import load_model_config
-from moe_engine.models.cut import UNCUT, Cut
+from moe_engine.models.drafts.mtp import MTPLayers
 from moe_engine.models.dummy_weights import DummyReader
 from moe_engine.models.header_check import check_headers
-from moe_engine.models.mtp import MTPLayers
 from moe_engine.models.tensor_names import TensorNames
-from moe_engine.models.tensors import Kind, model_tensors, names_outside_model, names_outside_mtp, table_names
+from moe_engine.models.tensors.model import Kind, model_tensors, names_outside_model, names_outside_mtp, table_names
 from moe_engine.parallel.context import SINGLE
 from tests.models import stepper
 from tests.models.checkpoints import KINDS, MORE_KINDS, make_checkpoint

@@ -12,7 +12,7 @@ import torch
 
 from moe_engine.models.batch import ImageRows
 from moe_engine.models.config_file import load_model_config
-from moe_engine.models.image_text import ImageTextModel
+from moe_engine.models.families.image_text import ImageTextModel
 from moe_engine.models.vision.positions import axis_positions
 from tests.models import stepper
 from tests.models.rows import all_rows

@@ -15,8 +15,8 @@ from safetensors.torch import load_file
 from moe_engine.config.args import EngineArgs
 from moe_engine.errors import CheckpointError, ConfigError
 from moe_engine.models.checkpoint_files import read_checkpoint
-from moe_engine.models.config_fields import Fields
 from moe_engine.models.config_file import load_model_config
+from moe_engine.models.config_sections.fields import Fields
 from moe_engine.models.formats.table import FORMATS, parse_format
 from moe_engine.models.header_check import check_headers
 from tests.models.checkpoints import make_checkpoint

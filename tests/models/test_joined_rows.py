@@ -11,14 +11,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from moe_engine.errors import CheckpointError, ConfigError
-from moe_engine.models import joined_rows, safetensors_file
+from moe_engine.models.checkpoint import joined_rows, safetensors_file
+from moe_engine.models.checkpoint.cut import Cut
+from moe_engine.models.checkpoint.safetensors_file import SafetensorsFile
+from moe_engine.models.checkpoint.safetensors_header import read_header
+from moe_engine.models.checkpoint.tensor_header import WeightFile
 from moe_engine.models.checkpoint_files import read_checkpoint
 from moe_engine.models.config_file import load_model_config
-from moe_engine.models.cut import Cut
 from moe_engine.models.header_check import check_headers
-from moe_engine.models.safetensors_file import SafetensorsFile
-from moe_engine.models.safetensors_header import read_header
-from moe_engine.models.tensor_header import WeightFile
 from moe_engine.models.weights import WeightReader
 from tests.models.checkpoints import make_checkpoint
 from tests.models.format_checks import logits_of, write_pair

@@ -16,7 +16,7 @@ from moe_engine.errors import ConfigError
 from moe_engine.media.image_process import _processed, load_processor
 from moe_engine.media.images import Picture, SizeTexts, place_images
 from moe_engine.models.config_file import load_model_config
-from moe_engine.models.image_text import ImageInputs
+from moe_engine.models.families.image_text import ImageInputs
 from moe_engine.models.vision.kimi_pixels import KimiProcessor
 from moe_engine.tokenizer.kimi_k3 import KimiK3Chat
 from tests.models import stepper

@@ -19,13 +19,13 @@ from moe_engine.errors import ConfigError
 from moe_engine.kernels.attention_windows import ChunkWindow
 from moe_engine.models import sizes
 from moe_engine.models.checkpoint_files import read_checkpoint
+from moe_engine.models.checkpoint_names.llama4_names import inner_name
 from moe_engine.models.config import GQAConfig, ModelConfig
 from moe_engine.models.config_file import load_model_config
 from moe_engine.models.header_check import check_headers
 from moe_engine.models.layers.rope import make_rotary_table
-from moe_engine.models.llama4_names import inner_name
 from moe_engine.models.needs import need_of_model
-from moe_engine.models.tensors import model_tensors
+from moe_engine.models.tensors.model import model_tensors
 from moe_engine.tuning.costs.model_facts import model_facts
 from tests.models import published, stepper
 from tests.models.checkpoints import make_checkpoint

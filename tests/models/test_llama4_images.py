@@ -22,8 +22,8 @@ from moe_engine.media.images import Picture, place_images
 from moe_engine.models import sizes
 from moe_engine.models.checkpoint_files import read_checkpoint
 from moe_engine.models.config_file import load_model_config
+from moe_engine.models.families.image_text import ImageTextModel
 from moe_engine.models.header_check import check_headers
-from moe_engine.models.image_text import ImageTextModel
 from moe_engine.models.vision.llama4_pixels import Llama4Processor
 from moe_engine.planning.prepare import prepare
 from tests.models import stepper

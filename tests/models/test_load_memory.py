@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from moe_engine.models.load_threads import for_each
+from moe_engine.models.checkpoint.load_threads import for_each
 from tests.models.checkpoints import make_checkpoint
 
 SCRIPT = """

@@ -15,14 +15,15 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from moe_engine.errors import CheckpointError, ConfigError
-from moe_engine.models import safetensors_file, sizes
+from moe_engine.models import sizes
+from moe_engine.models.checkpoint import safetensors_file
+from moe_engine.models.checkpoint.cut import Cut
+from moe_engine.models.checkpoint.safetensors_file import SafetensorsFile
+from moe_engine.models.checkpoint.tensor_header import WeightFile
 from moe_engine.models.checkpoint_files import INDEX_FILE, read_checkpoint
 from moe_engine.models.config_file import load_model_config
-from moe_engine.models.cut import Cut
 from moe_engine.models.dummy_weights import DummyReader
 from moe_engine.models.loader import LoadOptions, load_model
-from moe_engine.models.safetensors_file import SafetensorsFile
-from moe_engine.models.tensor_header import WeightFile
 from moe_engine.models.weights import WeightReader
 from tests.models import stepper
 from tests.models.checkpoints import make_checkpoint, write_tensors

@@ -15,7 +15,7 @@ from moe_engine.models.checkpoint_files import read_checkpoint
 from moe_engine.models.config_file import load_model_config
 from moe_engine.models.footprint import weights_of
 from moe_engine.models.layers.shortcut import ShortcutStart
-from moe_engine.models.tensors import factor, model_tensors
+from moe_engine.models.tensors.model import factor, model_tensors
 from moe_engine.models.weights import WeightReader
 from tests.models import stepper
 from tests.models.checkpoints import dequantized_copy, make_checkpoint, write_tensors

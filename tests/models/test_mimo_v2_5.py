@@ -14,9 +14,9 @@ from torch import Tensor
 
 from moe_engine.errors import CheckpointError, ConfigError
 from moe_engine.models import sizes
+from moe_engine.models.checkpoint.cut import Cut
 from moe_engine.models.checkpoint_files import read_checkpoint
 from moe_engine.models.config_file import load_model_config
-from moe_engine.models.cut import Cut
 from moe_engine.models.formats.joined_groups import JoinedGroupsFormat
 from moe_engine.models.header_check import check_headers
 from moe_engine.models.weights import WeightReader

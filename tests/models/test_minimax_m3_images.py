@@ -17,8 +17,8 @@ from moe_engine.media.image_process import load_processor
 from moe_engine.media.images import Picture, place_images
 from moe_engine.models.checkpoint_files import read_checkpoint
 from moe_engine.models.config_file import load_model_config
+from moe_engine.models.families.minimax_m3 import MiniMaxM3Model
 from moe_engine.models.header_check import check_headers
-from moe_engine.models.minimax_m3 import MiniMaxM3Model
 from moe_engine.planning.prepare import prepare
 from tests.models import stepper
 from tests.models.image_parity import around, check_logits, check_quantized_tower, check_requests

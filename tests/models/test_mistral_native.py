@@ -20,14 +20,14 @@ from moe_engine.models import sizes
 from moe_engine.models.checkpoint_files import read_checkpoint
 from moe_engine.models.config import MLAConfig
 from moe_engine.models.config_file import load_model_config, read_fields
+from moe_engine.models.families.image_text import ImageInputs
 from moe_engine.models.formats.schemes import SchemeFormat
 from moe_engine.models.header_check import check_headers
-from moe_engine.models.image_text import ImageInputs
-from moe_engine.models.quantization_target import Target
-from moe_engine.models.quantized_checkpoint import quantize_checkpoint
+from moe_engine.models.quantized_copy.checkpoint import quantize_checkpoint
+from moe_engine.models.quantized_copy.target import Target
+from moe_engine.models.tensors.vision import vision_tensors
 from moe_engine.models.vision.own_processors import own_processor
 from moe_engine.models.vision.pixtral_pixels import PixtralProcessor
-from moe_engine.models.vision_tensors import vision_tensors
 from moe_engine.planning.prepare import prepare
 from moe_engine.tuning.costs.model_facts import model_facts
 from tests.models import stepper

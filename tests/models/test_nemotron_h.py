@@ -14,11 +14,11 @@ from safetensors.torch import load_file
 from moe_engine.config.args import EngineArgs
 from moe_engine.errors import ConfigError, NotAvailableYet
 from moe_engine.models.checkpoint_files import read_checkpoint
+from moe_engine.models.checkpoint_names.nemotron_names import inner_name, quantization_names
 from moe_engine.models.config_file import load_model_config
 from moe_engine.models.header_check import check_headers
-from moe_engine.models.nemotron_names import inner_name, quantization_names
-from moe_engine.models.quantization_target import Target
-from moe_engine.models.quantized_checkpoint import quantize_checkpoint
+from moe_engine.models.quantized_copy.checkpoint import quantize_checkpoint
+from moe_engine.models.quantized_copy.target import Target
 from moe_engine.planning.resolution_log import Record
 from moe_engine.planning.speculation.eagle_checks import check_head
 from tests.models import stepper

@@ -15,8 +15,8 @@ from moe_engine.errors import ConfigError
 from moe_engine.kernels.quantization.codes import CodedWeight, GroupCodes, PlainCodes
 from moe_engine.kernels.quantization.quantize import quantize_codes
 from moe_engine.models import sizes
-from moe_engine.models.config_fields import Fields
 from moe_engine.models.config_file import load_model_config
+from moe_engine.models.config_sections.fields import Fields
 from moe_engine.models.footprint import held_bytes
 from moe_engine.models.formats.online import online_format
 from moe_engine.models.formats.plain import PLAIN

@@ -24,8 +24,8 @@ from moe_engine.errors import CheckpointError, ConfigError
 from moe_engine.models.checkpoint_files import read_checkpoint
 from moe_engine.models.config_file import load_model_config
 from moe_engine.models.header_check import check_headers
-from moe_engine.models.quantization_target import Target
-from moe_engine.models.quantized_checkpoint import quantize_checkpoint
+from moe_engine.models.quantized_copy.checkpoint import quantize_checkpoint
+from moe_engine.models.quantized_copy.target import Target
 from moe_engine.models.weights import WeightReader
 from tests.models import kimi_checkpoints, mistral3_checkpoints, vision_checkpoints
 from tests.models.checkpoints import make_checkpoint

@@ -25,9 +25,9 @@ from moe_engine.models.config_file import load_model_config
 from moe_engine.models.formats.fused_experts import FusedExpertsFormat
 from moe_engine.models.formats.online import INT4_GROUP, Online
 from moe_engine.models.formats.schemes import SchemeFormat
-from moe_engine.models.quantization_target import Target
-from moe_engine.models.quantized_checkpoint import quantize_checkpoint
-from moe_engine.models.tensors import Kind, model_tensors
+from moe_engine.models.quantized_copy.checkpoint import quantize_checkpoint
+from moe_engine.models.quantized_copy.target import Target
+from moe_engine.models.tensors.model import Kind, model_tensors
 from moe_engine.models.weights import WeightReader
 from moe_engine.planning.model.quantization import with_quantization
 from tests.models import stepper

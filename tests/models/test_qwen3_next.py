@@ -14,7 +14,7 @@ from torch import Tensor
 
 from moe_engine.models.checkpoint_files import read_checkpoint
 from moe_engine.models.config_file import load_model_config
-from moe_engine.models.tensors import added
+from moe_engine.models.tensors.model import added
 from tests.models import stepper
 from tests.models.checkpoints import make_checkpoint, write_tensors
 from tests.models.rows import all_rows

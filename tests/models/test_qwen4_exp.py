@@ -19,7 +19,7 @@ from moe_engine.errors import CheckpointError, ConfigError
 from moe_engine.models import sizes
 from moe_engine.models.checkpoint_files import read_checkpoint
 from moe_engine.models.config_file import load_model_config
-from moe_engine.models.engram_config import EngramConfig
+from moe_engine.models.config_sections.engram import EngramConfig
 from moe_engine.models.header_check import check_headers
 from moe_engine.tuning.costs.model_facts import model_facts
 from tests.models import sparse, stepper

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from moe_engine.models.batch import ImageRows, PoolStarts
-from moe_engine.models.qwen4_exp import Qwen4ExpModel
+from moe_engine.models.families.qwen4_exp import Qwen4ExpModel
 from moe_engine.models.vision.positions import axis_positions
 from moe_engine.types import NewRow
 from moe_engine.types.image_tokens import ImageTokens

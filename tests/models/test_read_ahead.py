@@ -15,11 +15,11 @@ from safetensors.torch import load_file, save_file
 
 from moe_engine.errors import CheckpointError
 from moe_engine.models import read_ahead, weights
+from moe_engine.models.checkpoint.tensor_header import TensorHeader
 from moe_engine.models.config_file import load_model_config
 from moe_engine.models.footprint import weights_of
 from moe_engine.models.loader import LoadOptions, load_model
 from moe_engine.models.read_ahead import Prefetch, ReadAhead, Span, drop_cache, spans
-from moe_engine.models.tensor_header import TensorHeader
 from moe_engine.models.weights import WeightReader
 from tests.models.checkpoints import make_checkpoint
 from tests.models.stepper import make_backends

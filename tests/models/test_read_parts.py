@@ -13,11 +13,11 @@ import torch
 from safetensors.torch import save_file
 
 from moe_engine.errors import CheckpointError
-from moe_engine.models import safetensors_file
+from moe_engine.models.checkpoint import safetensors_file
+from moe_engine.models.checkpoint.load_threads import for_each
+from moe_engine.models.checkpoint.read_parts import PartReads
+from moe_engine.models.checkpoint.safetensors_file import SafetensorsFile
 from moe_engine.models.checkpoint_files import read_checkpoint
-from moe_engine.models.load_threads import for_each
-from moe_engine.models.read_parts import PartReads
-from moe_engine.models.safetensors_file import SafetensorsFile
 from tests.models import stepper
 from tests.models.checkpoints import make_checkpoint
 from tests.waiting import until

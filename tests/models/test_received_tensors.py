@@ -8,11 +8,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from moe_engine.models.checkpoint.cut import Cut
+from moe_engine.models.checkpoint.safetensors_file import SafetensorsFile
 from moe_engine.models.checkpoint_files import read_checkpoint
 from moe_engine.models.config_file import load_model_config
-from moe_engine.models.cut import Cut
 from moe_engine.models.received_tensors import ReceivedTensors
-from moe_engine.models.safetensors_file import SafetensorsFile
 from tests.models.checkpoints import make_checkpoint
 from tests.models.format_checks import write_pair
 from tests.models.quantized import quantize, section

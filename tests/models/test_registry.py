@@ -31,7 +31,7 @@ def rename(path: Path, architecture: str) -> Path:
 
 
 def outside_module(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
-    from moe_engine.models.dense import DenseModel
+    from moe_engine.models.families.dense import DenseModel
 
     module = types.ModuleType("outside_model")
 

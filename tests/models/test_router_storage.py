@@ -19,7 +19,7 @@ from moe_engine.models.layers.moe import MoE
 from moe_engine.models.loader import LoadOptions, gates_of, reload
 from moe_engine.models.partial_weights import ReceivedWeights
 from moe_engine.models.received_tensors import ReceivedTensors
-from moe_engine.models.tensors import ROUTERS
+from moe_engine.models.tensors.model import ROUTERS
 from moe_engine.planning.inputs.checkpoint import sums
 from tests.models import stepper
 from tests.models.checkpoints import make_checkpoint

@@ -19,7 +19,7 @@ from moe_engine.models.checkpoint_files import read_checkpoint
 from moe_engine.models.config import MLAConfig, ModelConfig
 from moe_engine.models.config_file import load_model_config
 from moe_engine.models.header_check import check_headers
-from moe_engine.models.tensors import model_tensors
+from moe_engine.models.tensors.model import model_tensors
 from tests.models import sparse, stepper
 from tests.models.checkpoints import SPARSE_KINDS, make_checkpoint
 from tests.models.conftest import Oracle

@@ -19,8 +19,8 @@ from moe_engine.models.config_file import load_model_config
 from moe_engine.models.header_check import check_headers
 from moe_engine.models.layers.hidden_taps import HiddenTaps
 from moe_engine.models.loader import LoadOptions, reload
-from moe_engine.models.quantization_target import Target
-from moe_engine.models.quantized_checkpoint import quantize_checkpoint
+from moe_engine.models.quantized_copy.checkpoint import quantize_checkpoint
+from moe_engine.models.quantized_copy.target import Target
 from tests.models.checkpoints import make_checkpoint
 from tests.models.rows import all_rows
 from tests.models.step_mtp import StepOracle

@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import save_file
 
 from moe_engine.errors import CheckpointError
+from moe_engine.models.checkpoint.torch_file import read_torch_header
 from moe_engine.models.checkpoint_files import read_checkpoint
-from moe_engine.models.torch_file import read_torch_header
 from moe_engine.models.weights import WeightReader
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.uint8, torch.bool,

@@ -11,7 +11,7 @@ import pytest
 from moe_engine.errors import ConfigError
 from moe_engine.models import sizes
 from moe_engine.models.config import GQAConfig
-from moe_engine.models.tensors import model_tensors
+from moe_engine.models.tensors.model import model_tensors
 from moe_engine.tuning.costs.model_facts import model_facts
 from tests.models import stepper
 from tests.models.checkpoints import make_checkpoint

@@ -24,9 +24,9 @@ from moe_engine.models.batch import ImageRows
 from moe_engine.models.checkpoint_files import read_checkpoint
 from moe_engine.models.config import ModelConfig
 from moe_engine.models.config_file import load_model_config
+from moe_engine.models.families.image_text import ImageInputs
 from moe_engine.models.header_check import check_headers
-from moe_engine.models.image_text import ImageInputs
-from moe_engine.models.tensors import model_tensors
+from moe_engine.models.tensors.model import model_tensors
 from moe_engine.models.vision.deepseek_v41_pixels import DeepseekV41Processor
 from moe_engine.tokenizer.deepseek_v41 import DeepseekV41Chat
 from tests.models import stepper

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from moe_engine.models import sizes
+from moe_engine.models.drafts.stream_block import StreamBlock
 from moe_engine.models.layers.hidden_taps import HiddenTaps
 from moe_engine.models.loader import LoadOptions, load_mtp, reload
-from moe_engine.models.stream_block import StreamBlock
 from tests.models import stepper
 from tests.models.rows import all_rows
 from tests.models.stepper import Chunk, make_kv

@@ -18,14 +18,14 @@ from moe_engine.errors import CheckpointError, ConfigError
 from moe_engine.models.batch import RoutedTokens
 from moe_engine.models.checkpoint_files import read_checkpoint
 from moe_engine.models.config import ModelConfig
-from moe_engine.models.config_compressed import parse_deepseek_v4
-from moe_engine.models.config_fields import Fields
+from moe_engine.models.config_parsers.compressed import parse_deepseek_v4
+from moe_engine.models.config_sections.fields import Fields
 from moe_engine.models.expert_format import experts_format
 from moe_engine.models.formats.online import online_format
 from moe_engine.models.formats.plain import PLAIN
 from moe_engine.models.header_check import check_headers
 from moe_engine.models.layers.moe import MoE
-from moe_engine.models.tensors import Kind, model_tensors
+from moe_engine.models.tensors.model import Kind, model_tensors
 from moe_engine.models.weights import WeightReader
 from moe_engine.parallel.context import ParallelContext
 from tests.models.format_checks import multiplied

@@ -15,7 +15,7 @@ from moe_engine.errors import CheckpointError
 from moe_engine.models.checkpoint_files import read_checkpoint
 from moe_engine.models.config_file import load_model_config
 from moe_engine.models.header_check import check_headers
-from moe_engine.models.tensors import names_outside_model
+from moe_engine.models.tensors.model import names_outside_model
 from tests.models.checkpoints import write_tensors
 from tests.models.v4_checkpoints import FIELDS, PUBLISHED_RATES, make_v4, v4_model
 

@@ -24,9 +24,9 @@ from moe_engine.kernels.linear.reference import TorchLinear
 from moe_engine.kernels.quantization.protocol import Normal
 from moe_engine.kernels.weight_forms import Multiplied, WeightForm, families
 from moe_engine.models import sizes
+from moe_engine.models.checkpoint.cut import Cut
 from moe_engine.models.checkpoint_files import read_checkpoint
 from moe_engine.models.config_file import load_model_config
-from moe_engine.models.cut import Cut
 from moe_engine.models.formats.block_fp8 import BlockFP8Format
 from moe_engine.models.formats.plain import PLAIN
 from moe_engine.models.formats.protocol import Shape, StoredTensor, StoredTensors, WeightFormat

@@ -1,6 +1,7 @@
 """The DSpark layers of a DeepSeek V4.1 checkpoint: random ones, and their formulas in float64.
 
-No released transformers has them. The formulas are those of `models.deepseek_v41`, of the report, and of V4's layers.
+No released transformers has them. The formulas are those of `models.families.deepseek_v41`, of the report, and of
+V4's layers.
 
 Legend: T tokens, B tokens of a block, D hidden, n streams, K tapped layers, V vocabulary.
 """

@@ -13,7 +13,7 @@ from moe_engine.core.rank_calls import RankAnswer
 from moe_engine.errors import EngineDeadError, InputError
 from moe_engine.frontend.client_api import NO_ARGS, CallArgs, DirectReader, EngineInfo, GroupAnswers, Health, values_of
 from moe_engine.frontend.inbox import is_plain
-from moe_engine.models.pooling_config import PoolingConfig
+from moe_engine.models.config_sections.pooling import PoolingConfig
 from moe_engine.types import PackedLogprobs
 from tests.logprobs import Entry, pack
 from tests.tokenizer.tiny_tokenizer import SPECIALS, make_tokenizer

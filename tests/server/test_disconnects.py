@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from moe_engine.frontend.prepare import Preparer
-from moe_engine.models.pooling_config import PoolingConfig
+from moe_engine.models.config_sections.pooling import PoolingConfig
 from moe_engine.server import http_protocol
 from tests.server.fake_engine import POOLING, FakeClient
 from tests.server.harness import real_server

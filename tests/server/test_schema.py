@@ -20,7 +20,7 @@ from openai.types import Completion, Model
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from openai.types.responses import Response
 
-from moe_engine.models.pooling_config import PoolingConfig
+from moe_engine.models.config_sections.pooling import PoolingConfig
 from moe_engine.server.anthropic_types import AnthropicError
 from moe_engine.server.native_types import ServerInfo
 from moe_engine.server.ollama_types import OllamaError

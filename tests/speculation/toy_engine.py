@@ -125,7 +125,7 @@ class ExactMTP:
     The KV cache contains, for each position, the last token of the hidden state and the input token, in one number;
     both must match the known text.
 
-    Replaces `models.mtp.MTPLayers`.
+    Replaces `models.drafts.mtp.MTPLayers`.
     """
 
     fuses_drafts = False

@@ -17,7 +17,7 @@ from benchmarks.step_costs.cases import expected
 from benchmarks.step_costs.hardware import Hardware
 from benchmarks.step_costs.models import MODELS
 from moe_engine.models.config_file import load_model_config
-from moe_engine.models.tensors import EMBEDDING, model_tensors
+from moe_engine.models.tensors.model import EMBEDDING, model_tensors
 from moe_engine.tuning.costs.all_to_all import LOW_LATENCY_TOKENS, AllToAll
 from moe_engine.tuning.costs.attention import Attention
 from moe_engine.tuning.costs.collectives import Collectives

@@ -14,7 +14,7 @@ from moe_engine.config.args import EngineArgs
 from moe_engine.kernels import weight_forms as forms
 from moe_engine.models import needs, sizes
 from moe_engine.models.config_file import load_model_config
-from moe_engine.models.tensors import model_tensors
+from moe_engine.models.tensors.model import model_tensors
 from moe_engine.parallel.topology import Topology
 from moe_engine.planning.prepare import prepare
 from moe_engine.tuning.costs.efficiency import Efficiency

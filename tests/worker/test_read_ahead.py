@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from moe_engine.models.safetensors_header import read_header
+from moe_engine.models.checkpoint.safetensors_header import read_header
 from moe_engine.worker import read_ahead
 from moe_engine.worker.read_ahead import FilesArgs, PageCacheReads
 from tests.waiting import until

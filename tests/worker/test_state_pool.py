@@ -7,7 +7,7 @@ from torch import Tensor
 
 from moe_engine.kernels.queries import AttentionBatch, PagedQueries
 from moe_engine.models.batch import ForwardBatch
-from moe_engine.models.state_config import StateGroup, StatePart
+from moe_engine.models.config_sections.state import StateGroup, StatePart
 from moe_engine.types import NewRow, SamplingParams
 from moe_engine.worker.batch.request_rows import RequestRows
 from moe_engine.worker.device_stream import DeviceStream

@@ -12,12 +12,12 @@ from moe_engine.cli.compile_kernels.steps import StepTensors
 from moe_engine.kernels.backends import Backends
 from moe_engine.kernels.warmup_sizes import StepSize
 from moe_engine.models.batch import ForwardBatch
-from moe_engine.models.block_head import BlockHead, BlockLayers
-from moe_engine.models.draft_layers import DraftLayers
+from moe_engine.models.drafts.block_head import BlockHead, BlockLayers
+from moe_engine.models.drafts.draft_layers import DraftLayers
+from moe_engine.models.drafts.stream_block import StreamBlock
 from moe_engine.models.layers.decoder import Decoder
 from moe_engine.models.loader import LoadOptions, load_head, load_model, load_mtp
 from moe_engine.models.sharding import local_config
-from moe_engine.models.stream_block import StreamBlock
 from moe_engine.planning.resolved_config import ResolvedConfig
 
 RunDrafts = Callable[[StepSize], None]

@@ -18,8 +18,8 @@ from moe_engine.cli.compile_kernels.forwards import META, caches, run_step
 from moe_engine.cli.compile_kernels.steps import StepTensors
 from moe_engine.kernels.backends import Backends
 from moe_engine.kernels.warmup_sizes import StepSize, step_sizes
-from moe_engine.models.compressed_config import CompressedConfig, SharedEntriesConfig
 from moe_engine.models.config import ModelConfig
+from moe_engine.models.config_sections.compressed import CompressedConfig, SharedEntriesConfig
 from moe_engine.models.loader import LoadOptions, load_model
 from moe_engine.models.sharding import local_config
 from moe_engine.parallel.context import ParallelContext, with_all_reduce

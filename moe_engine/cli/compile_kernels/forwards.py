@@ -14,8 +14,8 @@ from moe_engine.kernels.sampling.protocol import SamplingParameters
 from moe_engine.kernels.warmup_sizes import StepSize
 from moe_engine.models.batch import ForwardBatch, Model
 from moe_engine.models.compressed_cache import CompressedCache
-from moe_engine.models.compressed_config import CompressedConfig
 from moe_engine.models.config import ModelConfig
+from moe_engine.models.config_sections.compressed import CompressedConfig
 from moe_engine.parallel.context import ParallelContext
 from moe_engine.parallel.step_sizes import StepSizes
 from moe_engine.planning.resolved_config import ResolvedConfig

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from moe_engine.errors import CheckpointError, InputError
-from moe_engine.models.safetensors_header import read_header
-from moe_engine.models.tensor_header import ELEMENT_BYTES
+from moe_engine.models.checkpoint.safetensors_header import read_header
+from moe_engine.models.checkpoint.tensor_header import ELEMENT_BYTES
 from moe_engine.processes.runtime_dir import RuntimeDir
 
 FIELD = "serialized_named_tensors"

@@ -13,11 +13,11 @@ from math import prod
 from pathlib import Path
 
 from moe_engine.errors import ConfigError
+from moe_engine.models.checkpoint.tensor_header import WeightFile
 from moe_engine.models.formats.plain import PLAIN
 from moe_engine.models.formats.protocol import WeightFormat
 from moe_engine.models.formats.table import format_in_headers
-from moe_engine.models.tensor_header import WeightFile
-from moe_engine.models.tensors import LATENT_SCALES, ROUTERS, layer_index, mtp_layers
+from moe_engine.models.tensors.model import LATENT_SCALES, ROUTERS, layer_index, mtp_layers
 
 HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 HUB_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "*.tiktoken"]

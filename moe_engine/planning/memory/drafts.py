@@ -6,7 +6,7 @@ import dataclasses
 
 from moe_engine.models import sizes, step_memory
 from moe_engine.models.eagle_config import LM_HEAD, HeadConfig, head_tensors
-from moe_engine.models.tensors import TensorSpec
+from moe_engine.models.tensors.model import TensorSpec
 from moe_engine.planning.memory.ledger import DRAFT_WEIGHTS, LedgerRow
 from moe_engine.planning.memory.sizing_input import SizingInput
 

@@ -8,9 +8,9 @@ from pathlib import Path
 from moe_engine.config.args import EngineArgs
 from moe_engine.errors import ConfigError
 from moe_engine.models.config import ModelConfig
-from moe_engine.models.config_fields import Fields
+from moe_engine.models.config_sections.fields import Fields
+from moe_engine.models.config_sections.vision import VisionConfig
 from moe_engine.models.vision.own_processors import PROCESSOR_FILE, own_processor, processor_fields
-from moe_engine.models.vision_config import VisionConfig
 from moe_engine.planning.flags.image_flags import pixel_bounds
 from moe_engine.planning.memory.ledger import LedgerRow
 from moe_engine.planning.memory.sizing_input import SizingInput

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from moe_engine.models.config import GQAConfig, ModelConfig
 from moe_engine.models.lora_adapter import linear_shapes
 from moe_engine.models.sizes import is_shared
-from moe_engine.models.tensors import layer_index
+from moe_engine.models.tensors.model import layer_index
 from moe_engine.parallel.topology import Topology
 from moe_engine.planning.memory.ledger import LORA_HOST_ROW, LORA_ROW, LedgerRow
 from moe_engine.planning.model.resolve_lora import FEED_FORWARD

@@ -15,7 +15,7 @@ from moe_engine.config.disaggregation import OFF
 from moe_engine.config.scheduling import CACHE_AWARE_POLICIES
 from moe_engine.errors import ConfigError
 from moe_engine.models.config import ModelConfig
-from moe_engine.models.state_config import STATE_BYTES
+from moe_engine.models.config_sections.state import STATE_BYTES
 from moe_engine.planning.inputs.machine import Machine
 from moe_engine.planning.memory.ledger import STATES_ROW, LedgerRow, gb
 from moe_engine.planning.memory.sizing_input import SizingInput

@@ -15,7 +15,7 @@ from moe_engine.kernels.workspaces import WEIGHT_BUFFERS
 from moe_engine.models import sizes
 from moe_engine.models.config import ModelConfig
 from moe_engine.models.formats.protocol import WeightFormat
-from moe_engine.models.tensors import attention_tensors, feed_forward_tensors
+from moe_engine.models.tensors.model import attention_tensors, feed_forward_tensors
 from moe_engine.parallel.expert_settings import ExpertSettings
 from moe_engine.parallel.topology import Topology
 from moe_engine.planning.inputs.machine import Machine

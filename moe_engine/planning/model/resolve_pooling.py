@@ -9,7 +9,7 @@ from moe_engine.config.args import EngineArgs
 from moe_engine.config.scheduling import CACHE_AWARE_POLICIES
 from moe_engine.errors import ConfigError
 from moe_engine.models.config import ModelConfig
-from moe_engine.models.pooling_config import PoolingConfig
+from moe_engine.models.config_sections.pooling import PoolingConfig
 from moe_engine.planning.resolution_log import Record
 
 NOT_CAPTURED = "a pooled model has no decodes"

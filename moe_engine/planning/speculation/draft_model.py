@@ -13,9 +13,9 @@ from moe_engine.errors import ConfigError
 from moe_engine.models.checkpoint_files import read_head
 from moe_engine.models.config import ModelConfig
 from moe_engine.models.config_file import load_model_config
+from moe_engine.models.drafts.token_map import read_token_map
 from moe_engine.models.eagle_config import HeadConfig, is_head, read_head_config
 from moe_engine.models.header_check import with_stored_format
-from moe_engine.models.token_map import read_token_map
 from moe_engine.planning.inputs.checkpoint import latent_scales, locate
 from moe_engine.planning.speculation.resolve_speculation import DraftModel
 

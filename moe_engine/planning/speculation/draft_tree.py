@@ -11,7 +11,7 @@ from moe_engine.config.args import EngineArgs
 from moe_engine.config.field import option_of
 from moe_engine.config.speculative import AUTO
 from moe_engine.errors import ConfigError, NotAvailableYet
-from moe_engine.models.block_config import BlockConfig
+from moe_engine.models.config_sections.block import BlockConfig
 from moe_engine.planning.resolution_log import Record
 
 MAX_DRAFT_TOKENS = 64

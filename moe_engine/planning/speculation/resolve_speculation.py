@@ -11,10 +11,10 @@ from moe_engine.config.args import EngineArgs
 from moe_engine.config.field import fields_of, option_of
 from moe_engine.config.speculative import SpeculativeArgs
 from moe_engine.errors import ConfigError, NotAvailableYet
-from moe_engine.models.block_config import BlockConfig
 from moe_engine.models.config import ModelConfig
+from moe_engine.models.config_sections.block import BlockConfig
 from moe_engine.models.eagle_config import HeadConfig
-from moe_engine.models.tensors import UNREAD_MTP, has_mtp_names
+from moe_engine.models.tensors.model import UNREAD_MTP, has_mtp_names
 from moe_engine.models.widths import local_heads
 from moe_engine.planning.resolution_log import Record
 from moe_engine.planning.speculation.draft_tree import TREE, Tree, resolve_tree

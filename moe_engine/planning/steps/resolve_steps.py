@@ -9,8 +9,8 @@ from moe_engine.config.args import EngineArgs
 from moe_engine.config.disaggregation import OFF
 from moe_engine.config.memory import MemoryArgs
 from moe_engine.kernels.backends import LaunchKernels
-from moe_engine.models.compressed_config import CompressedConfig
 from moe_engine.models.config import ModelConfig
+from moe_engine.models.config_sections.compressed import CompressedConfig
 from moe_engine.models.sizes import weight_bytes
 from moe_engine.models.widths import local_heads
 from moe_engine.parallel.expert_settings import ExpertSettings

@@ -11,31 +11,31 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from moe_engine.errors import ConfigError
-from moe_engine.models.config_afmoe import afmoe_fields
-from moe_engine.models.config_bailing import bailing_fields, bailing_v2_fields
-from moe_engine.models.config_cohere import cohere2_fields
-from moe_engine.models.config_compressed import compressed_attention
 from moe_engine.models.config_defaults import with_defaults
-from moe_engine.models.config_dense import exaone4_fields, olmo3_fields
-from moe_engine.models.config_families import qwen_moe_layers
-from moe_engine.models.config_fields import Fields, text_fields
-from moe_engine.models.config_gemma import gemma2_fields, gemma4_fields, gemma_fields
-from moe_engine.models.config_glm5_next import glm5_next_fields
-from moe_engine.models.config_granite import granite_facts, granite_swa_fields
-from moe_engine.models.config_hunyuan import hunyuan_moe_fields
-from moe_engine.models.config_kimi_linear import kimi_linear_fields
-from moe_engine.models.config_laguna import laguna_fields
-from moe_engine.models.config_llama4 import llama4_facts
-from moe_engine.models.config_longcat import longcat_facts
-from moe_engine.models.config_mimo import mimo_fields
-from moe_engine.models.config_minimax_m3 import SPARSE, minimax_m3_mixture
-from moe_engine.models.config_minimax_text import minimax_text_fields
-from moe_engine.models.config_mixtures import ernie_moe_fields, gpt_oss_fields
-from moe_engine.models.config_nemotron_h import ATTENTION, EXPERTS, STATE, nemotron_fields, nemotron_kinds
-from moe_engine.models.config_nemotron_h import MLP as LONE_MLP
-from moe_engine.models.config_qwen4_exp import qwen4_exp_fields
-from moe_engine.models.config_step import step_fields
-from moe_engine.models.config_windowed import exaone_moe_fields, flint_fields, mellum_fields
+from moe_engine.models.config_parsers.afmoe import afmoe_fields
+from moe_engine.models.config_parsers.bailing import bailing_fields, bailing_v2_fields
+from moe_engine.models.config_parsers.cohere import cohere2_fields
+from moe_engine.models.config_parsers.compressed import compressed_attention
+from moe_engine.models.config_parsers.dense import exaone4_fields, olmo3_fields
+from moe_engine.models.config_parsers.families import qwen_moe_layers
+from moe_engine.models.config_parsers.gemma import gemma2_fields, gemma4_fields, gemma_fields
+from moe_engine.models.config_parsers.glm5_next import glm5_next_fields
+from moe_engine.models.config_parsers.granite import granite_facts, granite_swa_fields
+from moe_engine.models.config_parsers.hunyuan import hunyuan_moe_fields
+from moe_engine.models.config_parsers.kimi_linear import kimi_linear_fields
+from moe_engine.models.config_parsers.laguna import laguna_fields
+from moe_engine.models.config_parsers.llama4 import llama4_facts
+from moe_engine.models.config_parsers.longcat import longcat_facts
+from moe_engine.models.config_parsers.mimo import mimo_fields
+from moe_engine.models.config_parsers.minimax_m3 import SPARSE, minimax_m3_mixture
+from moe_engine.models.config_parsers.minimax_text import minimax_text_fields
+from moe_engine.models.config_parsers.mixtures import ernie_moe_fields, gpt_oss_fields
+from moe_engine.models.config_parsers.nemotron_h import ATTENTION, EXPERTS, STATE, nemotron_fields, nemotron_kinds
+from moe_engine.models.config_parsers.nemotron_h import MLP as LONE_MLP
+from moe_engine.models.config_parsers.qwen4_exp import qwen4_exp_fields
+from moe_engine.models.config_parsers.step import step_fields
+from moe_engine.models.config_parsers.windowed import exaone_moe_fields, flint_fields, mellum_fields
+from moe_engine.models.config_sections.fields import Fields, text_fields
 from moe_engine.tuning.costs.form import KV_BYTES
 
 

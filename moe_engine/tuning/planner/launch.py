@@ -13,8 +13,8 @@ from moe_engine.config.args import EngineArgs
 from moe_engine.gguf_container import find_gguf
 from moe_engine.models.checkpoint_files import read_checkpoint
 from moe_engine.models.config import ModelConfig
-from moe_engine.models.config_fields import merge
 from moe_engine.models.config_file import read_fields
+from moe_engine.models.config_sections.fields import merge
 from moe_engine.models.formats.block_fp8 import BlockFP8Format
 from moe_engine.models.formats.schemes import SchemeFormat
 from moe_engine.models.sizes import bytes_per_weight

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from moe_engine.models.compressed_config import CompressedConfig
 from moe_engine.models.config import GQAConfig, MLAConfig
+from moe_engine.models.config_sections.compressed import CompressedConfig
 
 
 @dataclass(frozen=True)

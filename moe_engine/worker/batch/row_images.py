@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from moe_engine.models.config_sections.vision import VisionConfig
 from moe_engine.models.vision.positions import axis_positions
-from moe_engine.models.vision_config import VisionConfig
 from moe_engine.types import NewRow
 from moe_engine.types.image_tokens import FIRST_KEY, ImageTokens
 

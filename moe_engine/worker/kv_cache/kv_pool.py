@@ -19,8 +19,8 @@ from torch import Tensor
 from moe_engine.kernels.compression.protocol import Kept
 from moe_engine.kernels.kv_format.formats import STORED
 from moe_engine.models.compressed_cache import CompressedCache, num_kept
-from moe_engine.models.compressed_config import CompressedConfig, KeptRows, entry_group
 from moe_engine.models.config import ModelConfig
+from moe_engine.models.config_sections.compressed import CompressedConfig, KeptRows, entry_group
 from moe_engine.worker.device_stream import DeviceStream
 from moe_engine.worker.kv_cache.state_pool import StatePool
 

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moe_engine.models.state_config import StateGroup
+from moe_engine.models.config_sections.state import StateGroup
 from moe_engine.types import NewRow, StepPlan
 from moe_engine.worker.device_stream import DeviceStream
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from moe_engine.models.batch import ForwardBatch
-from moe_engine.models.block_head import BlockLayers
+from moe_engine.models.drafts.block_head import BlockLayers
 from moe_engine.parallel.step_sizes import StepSizes
 from moe_engine.worker.device_stream import DeviceStream
 from moe_engine.worker.sampling.sampler import SampledRows, Sampler

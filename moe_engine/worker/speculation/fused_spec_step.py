@@ -16,7 +16,7 @@ import numpy as np
 
 from moe_engine.kernels.decoder.drafting import RowTables, StepDraws, VerifiedChains
 from moe_engine.kernels.decoder.layers import most_tokens
-from moe_engine.models.mtp import FusedStepCall, MTPLayers
+from moe_engine.models.drafts.mtp import FusedStepCall, MTPLayers
 from moe_engine.worker.batch.request_rows import RequestRows
 from moe_engine.worker.sampling.sampler import Sampler
 from moe_engine.worker.speculation.mtp import MTPDrafter

@@ -15,8 +15,8 @@ from moe_engine.kernels.torch_regions import CompiledRegions
 from moe_engine.kernels.triton import guard
 from moe_engine.models import sizes
 from moe_engine.models.batch import Model
-from moe_engine.models.compressed_config import CompressedConfig
 from moe_engine.models.config import ModelConfig
+from moe_engine.models.config_sections.compressed import CompressedConfig
 from moe_engine.models.layers.decoder import Decoder
 from moe_engine.models.loader import LoadOptions, load_model
 from moe_engine.models.sharding import local_config

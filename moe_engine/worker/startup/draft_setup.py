@@ -10,8 +10,8 @@ from moe_engine.kernels.decoder.drafting import RowTables
 from moe_engine.kernels.speculation.choice import chain_kernels, tree_kernels
 from moe_engine.kernels.speculation.protocol import ChainBuffers, SimulatedAcceptance, Thresholds
 from moe_engine.kernels.speculation.trees import TreeBuffers
-from moe_engine.models.mtp import MTPLayers
-from moe_engine.models.stream_block import StreamBlock
+from moe_engine.models.drafts.mtp import MTPLayers
+from moe_engine.models.drafts.stream_block import StreamBlock
 from moe_engine.types import SpeculationConfig
 from moe_engine.types.step_settings import GraphSettings
 from moe_engine.worker.model_runner import ModelRunner

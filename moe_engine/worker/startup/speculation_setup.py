@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 
 from moe_engine.kernels.backends import Backends
 from moe_engine.models.batch import Model
-from moe_engine.models.block_head import BlockHead
 from moe_engine.models.config import ModelConfig
+from moe_engine.models.drafts.block_head import BlockHead
+from moe_engine.models.drafts.mtp import MTPLayers
+from moe_engine.models.drafts.stream_block import StreamBlock
 from moe_engine.models.layers.decoder import Decoder
 from moe_engine.models.layers.hidden_taps import HiddenTaps
 from moe_engine.models.loader import LoadOptions, OwnDrafts, load_head, load_model, load_mtp
-from moe_engine.models.mtp import MTPLayers
-from moe_engine.models.stream_block import StreamBlock
 from moe_engine.types import SpeculationConfig
 from moe_engine.worker.batch.batch_builder import BatchBuilder
 from moe_engine.worker.batch.mla_form import form_policy

@@ -306,8 +306,8 @@ def _checkpoint(case: Case, path: Path, rng: random.Random) -> Path:
 
 def _copy(case: Case, path: Path) -> Path:
     """In the place of the checkpoint."""
-    from moe_engine.models.quantization_target import Target
-    from moe_engine.models.quantized_checkpoint import quantize_checkpoint
+    from moe_engine.models.quantized_copy.checkpoint import quantize_checkpoint
+    from moe_engine.models.quantized_copy.target import Target
     from tests.models.random_shapes import Refused
 
     if case.copy:

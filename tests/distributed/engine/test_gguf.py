@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from moe_engine import Engine
-from moe_engine.models.tensor_header import BLOCK_TYPES
+from moe_engine.models.checkpoint.tensor_header import BLOCK_TYPES
 from tests.engine.test_greedy_parity import NUM_TOKENS, check_greedy
 from tests.engine.test_windows import load
 from tests.models.test_gguf import FAMILIES, WIDE, write_both

@@ -16,8 +16,8 @@ from safetensors.torch import load_file, save_file
 
 from moe_engine import Engine
 from moe_engine.errors import InputError
-from moe_engine.models.quantization_target import Target
-from moe_engine.models.quantized_checkpoint import quantize_checkpoint
+from moe_engine.models.quantized_copy.checkpoint import quantize_checkpoint
+from moe_engine.models.quantized_copy.target import Target
 from tests.distributed.engine.test_weight_updates import (  # noqa: F401
     DRAFTS,
     FORMS,

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from moe_engine.models.batch import ForwardBatch
-from moe_engine.models.mtp import MTPLayers
+from moe_engine.models.drafts.mtp import MTPLayers
 from moe_engine.parallel.step_sizes import StepSizes
 from tests.models.stepper import Chunk, Stepper
 

@@ -13,12 +13,12 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from moe_engine.errors import ConfigError
+from moe_engine.models.checkpoint.tensor_header import BLOCK_TYPES
 from moe_engine.models.checkpoint_files import read_checkpoint
 from moe_engine.models.config_file import load_model_config
 from moe_engine.models.header_check import check_headers
 from moe_engine.models.loader import LoadOptions, load_model
 from moe_engine.models.sharding import local_config
-from moe_engine.models.tensor_header import BLOCK_TYPES
 from moe_engine.parallel.context import SINGLE
 from moe_engine.parallel.topology import Topology
 from tests.distributed.models.test_shards import imagine

@@ -19,7 +19,7 @@ from moe_engine.kernels.indexer.reference import TorchIndexer
 from moe_engine.kernels.queries import AttentionBatch, PagedQueries
 from moe_engine.models import step_memory
 from moe_engine.models.batch import ForwardBatch, WindowSlots
-from moe_engine.models.compressed_config import CompressedConfig
+from moe_engine.models.config_sections.compressed import CompressedConfig
 from moe_engine.models.layers.compressed_in_place import StepInPlace
 from moe_engine.models.layers.compressed_rows import CompressedStep
 from moe_engine.models.layers.compressed_step import StepRows

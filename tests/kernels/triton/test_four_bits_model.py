@@ -30,7 +30,7 @@ from moe_engine.models.layers.linear import load_linear
 from moe_engine.models.layers.stored_experts import StoredExperts
 from moe_engine.models.loader import LoadOptions, load_model
 from moe_engine.models.needs import need_of_model
-from moe_engine.models.tensors import expert_names, model_tensors
+from moe_engine.models.tensors.model import expert_names, model_tensors
 from moe_engine.models.weights import WeightReader
 from moe_engine.parallel.share import Share
 from moe_engine.parallel.topology import Topology

@@ -21,9 +21,9 @@ from moe_engine.kernels.linear.triton_linear import TritonLinear
 from moe_engine.kernels.quantization.protocol import BLOCK_FP8
 from moe_engine.kernels.quantization.reference import dequantize_weight
 from moe_engine.models import sizes
+from moe_engine.models.checkpoint.cut import Cut
 from moe_engine.models.config import ModelConfig
 from moe_engine.models.config_file import load_model_config
-from moe_engine.models.cut import Cut
 from moe_engine.models.footprint import held_bytes
 from moe_engine.models.formats.float8 import MatrixFloat8
 from moe_engine.models.formats.fused_float8 import FusedFloat8

@@ -32,8 +32,8 @@ from moe_engine.kernels.quantization import reference
 from moe_engine.kernels.quantization.protocol import BLOCK_FP8, FP8, BlockFP8, BlockWeight, RowFP8, RowWeight
 from moe_engine.kernels.registry import select
 from moe_engine.models import sizes
+from moe_engine.models.checkpoint.cut import Cut
 from moe_engine.models.config_file import load_model_config
-from moe_engine.models.cut import Cut
 from moe_engine.models.dummy_weights import DummyReader
 from moe_engine.models.expert_format import width_group
 from moe_engine.models.formats.block_fp8 import BlockFP8Format
@@ -42,7 +42,7 @@ from moe_engine.models.formats.protocol import WeightFormat
 from moe_engine.models.layers.linear import load_linear
 from moe_engine.models.layers.stored_experts import StoredExperts
 from moe_engine.models.loader import LoadOptions, load_model
-from moe_engine.models.tensors import Kind, expert_names, model_tensors
+from moe_engine.models.tensors.model import Kind, expert_names, model_tensors
 from moe_engine.models.weights import WeightReader
 from moe_engine.parallel.share import Share
 from moe_engine.parallel.topology import Topology

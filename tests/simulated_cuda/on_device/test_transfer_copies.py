@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from moe_engine.models.state_config import StateGroup, StatePart
+from moe_engine.models.config_sections.state import StateGroup, StatePart
 from moe_engine.types import KVLoad, KVOps
 from moe_engine.worker.device_stream import DeviceStream
 from moe_engine.worker.kv_cache import kv_copies

@@ -1,0 +1,1 @@
+"""Files of a checkpoint: headers, reads in parts, cuts of matrices."""

@@ -1,0 +1,1 @@
+"""config.json of each family -> `models.config.ModelConfig`. Imports no torch."""

@@ -1,0 +1,1 @@
+"""Draft layers and heads for speculative decoding."""

@@ -1,0 +1,1 @@
+"""A quantized copy of a checkpoint: its tensors and its config.json."""

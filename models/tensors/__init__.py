@@ -1,0 +1,1 @@
+"""Tensors of a model by its config. Imports no torch."""
