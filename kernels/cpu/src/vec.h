@@ -304,7 +304,10 @@ INLINE vf scaled(vf p, vf n, vi tiny) {
 INLINE vf rounded(vf x) {
 #if defined(MOE_AVX512)
   return (vf)_mm512_roundscale_ps((__m512)x, 8);
+#elif defined(__AVX2__) && defined(__FMA__)
+  return (vf)_mm256_round_ps((__m256)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
 #else
+  // Not with FMA: a product for x would join the sum without its own rounding, and round other ties.
   const vf shift = 12582912.f - vf{};  // adding 1.5 * 2^23 rounds the fraction away
   return x + shift - shift;
 #endif
