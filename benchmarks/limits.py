@@ -2,7 +2,8 @@
 
 Memory: GB/s of reading 700 MiB outside all caches, on all of torch's threads. Several methods are tried and the best
 median counts, so that fractions are not inflated by a weak reference; with a C++ compiler one of them is a plain loop
-of loads. Compute: GFLOP/s of a 4096 x 4096 x 4096 bf16 product, also the best of several methods.
+of loads. Compute: GFLOP/s of a 4096 x 4096 x 4096 product in bf16 or float32, also the best of several methods: a CPU
+without bf16 instructions multiplies float32 many times faster.
 """
 
 from __future__ import annotations
@@ -27,6 +28,10 @@ from moe_engine.tuning.stats import median
 
 READ_MIB = 700
 GEMM_SIZE = 4096
+TRIAL_SIZE = 384
+HOPELESS = 3
+"""A product that takes this many times the fastest one's time at `TRIAL_SIZE` is not measured: torch's bf16 product on a
+CPU without AVX512 would take a minute a round."""
 
 _READ_SOURCE = """
 #include <cstddef>
@@ -70,7 +75,9 @@ class Ruler:
     def __init__(self, device: str = "cpu", *, read_mib: int = READ_MIB, gemm_size: int = GEMM_SIZE) -> None:
         self._device = device
         self._reads, self._num_bytes = _reads(device, read_mib)
-        self._gemms, self._flops = _gemms(device, gemm_size)
+        trial = _medians(_gemms(device, min(TRIAL_SIZE, gemm_size))[0], device, 3)
+        gemms, self._flops = _gemms(device, gemm_size)
+        self._gemms = {way: run for way, run in gemms.items() if trial[way] < HOPELESS * min(trial.values())}
 
     def measure(self, repeats: int = 7) -> MeasuredLimits:
         """The best method of each kind, by the medians of `repeats` rounds."""
@@ -124,9 +131,11 @@ def _gemms(device: str, size: int) -> tuple[dict[str, Callable[[], Any]], int]:
         "gemm: torch.matmul": lambda: a @ b,
         "gemm: linear": lambda: torch.nn.functional.linear(a, b),
     }
-    packed = _packed_linear(a, b) if device == "cpu" else None
-    if packed is not None:
-        ways["gemm: packed linear"] = packed
+    if device == "cpu":
+        wide_a, wide_b = a.float(), b.float()
+        ways["gemm: float32 matmul"] = lambda: wide_a @ wide_b
+        if (packed := _packed_linear(a, b)) is not None:
+            ways["gemm: packed linear"] = packed
     return ways, 2 * size**3
 
 
