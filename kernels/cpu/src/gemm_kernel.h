@@ -7,75 +7,80 @@
 
 namespace moe {
 
-// Widest tile in panels, and its rows, by the register count: accumulators + one B vector per panel + one of A.
+// Widest tile in panels, and rows of tiles of 4, 2 and 1 panels, by the register count: accumulators + one B vector per
+// panel + one of A.
 #if defined(MOE_AVX512)
 constexpr int TILE_PANELS = 4, TILE_ROWS = 6, PAIR_ROWS = 12, SINGLE_ROWS = 16;
 #else
-constexpr int TILE_PANELS = 1, TILE_ROWS = 4, PAIR_ROWS = 4, SINGLE_ROWS = 4;
+constexpr int TILE_PANELS = 1, TILE_ROWS = 1, PAIR_ROWS = 2, SINGLE_ROWS = WIDTH == 8 ? 6 : 4;
 #endif
 
-// One step: a unit of A, broadcast, times a unit of each of 16 columns.
+// One step: a unit of A, broadcast, times a unit of each of 16 columns, in `PARTS_OF_UNIT` multiply-adds. `BYTES`: those
+// of a unit of A; without a bf16 dot product A is float (see `widened`).
 template <class T>
 struct Dot;
 
 template <>
 struct Dot<float> {
-  struct B {
-    F16 value;
-  };
-  struct A {
-    vf value;
-  };
-  static INLINE B columns(const uint32_t* p) { return {load(reinterpret_cast<const float*>(p))}; }
-  static INLINE A broadcast(const char* p) {
+  static constexpr int PARTS_OF_UNIT = 1, BYTES = 4;
+  using B = F16;
+  using A = vf;
+  static INLINE B columns(const uint32_t* p, int) { return load(reinterpret_cast<const float*>(p)); }
+  static INLINE A broadcast(const char* p, int) {
     float x;
     std::memcpy(&x, p, 4);
-    return {x - vf{}};
+    return x - vf{};
   }
-  static INLINE void add(F16& c, const A& a, const B& b) { PARTS_LOOP c.v[i] = fma(a.value, b.value.v[i], c.v[i]); }
+  static INLINE void add(F16& c, const A& a, const B& b) { PARTS_LOOP c.v[i] = fma(a, b.v[i], c.v[i]); }
 };
 
 #if defined(MOE_AVX512_BF16)
 template <>
 struct Dot<bf16> {
-  struct B {
-    __m512bh value;
-  };
+  static constexpr int PARTS_OF_UNIT = 1, BYTES = 4;
+  using B = __m512bh;
   using A = B;
-  static INLINE B columns(const uint32_t* p) { return {(__m512bh)_mm512_loadu_si512(p)}; }
-  static INLINE A broadcast(const char* p) {
+  static INLINE B columns(const uint32_t* p, int) { return (__m512bh)_mm512_loadu_si512(p); }
+  static INLINE A broadcast(const char* p, int) {
     int unit;
     std::memcpy(&unit, p, 4);
-    return {(__m512bh)_mm512_set1_epi32(unit)};
+    return (__m512bh)_mm512_set1_epi32(unit);
   }
   static INLINE void add(F16& c, const A& a, const B& b) {
-    c.v[0] = (vf)_mm512_dpbf16_ps((__m512)c.v[0], a.value, b.value);
+    c.v[0] = (vf)_mm512_dpbf16_ps((__m512)c.v[0], a, b);
   }
 };
+template <class T, bool BY_STEPS>
+const char* widened(const char* a, int64_t&, int64_t, int64_t) {
+  return a;
+}
 #else
 template <>
 struct Dot<bf16> {
-  struct B {
-    F16 even, odd;
-  };
-  struct A {
-    vf even, odd;
-  };
-  static INLINE B columns(const uint32_t* p) { return {load_even(p), load_odd(p)}; }
-  static INLINE A broadcast(const char* p) {
-    uint32_t unit, low;
-    std::memcpy(&unit, p, 4);
-    low = unit << 16;
-    unit &= 0xffff0000u;
-    float even, odd;
-    std::memcpy(&even, &low, 4);
-    std::memcpy(&odd, &unit, 4);
-    return {even - vf{}, odd - vf{}};
-  }
-  static INLINE void add(F16& c, const A& a, const B& b) {
-    PARTS_LOOP c.v[i] = fma(a.odd, b.odd.v[i], fma(a.even, b.even.v[i], c.v[i]));
-  }
+  static constexpr int PARTS_OF_UNIT = 2, BYTES = 8;
+  using B = F16;
+  using A = vf;
+  static INLINE B columns(const uint32_t* p, int part) { return part == 0 ? load_even(p) : load_odd(p); }
+  static INLINE A broadcast(const char* p, int part) { return Dot<float>::broadcast(p + 4 * part, 0); }
+  static INLINE void add(F16& c, const A& a, const B& b) { Dot<float>::add(c, a, b); }
 };
+// A as the kernel reads it: bf16 as float, because a float of memory is broadcast by its load. `lda` becomes that of the
+// copy, whose rows do not start in the same sets of the L1 cache.
+template <class T, bool BY_STEPS>
+const char* widened(const char* a, int64_t& lda, int64_t m, int64_t steps) {
+  if (PER_UNIT<T> == 1) return a;
+  const int64_t lines = BY_STEPS ? steps : m, width = PER_UNIT<T> * (BY_STEPS ? m : steps);
+  const int64_t stride = ceil_div(width, LANES) * LANES + LANES;
+  float* copy = scratch<float>(WIDENED, lines * stride);
+  for (int64_t i = 0; i < lines; i++) {
+    const bf16* row = reinterpret_cast<const bf16*>(a + i * lda);
+    int64_t j = 0;
+    for (; j + LANES <= width; j += LANES) store(copy + i * stride + j, load(row + j));
+    for (; j < width; j++) copy[i * stride + j] = to_float(row[j]);
+  }
+  lda = stride * 4;
+  return reinterpret_cast<const char*>(copy);
+}
 #endif
 
 // Prefetches of a tile while it computes: in its first `steps` steps one line of each panel from `first` on, `stride`
@@ -117,16 +122,20 @@ __attribute__((noinline)) void tile(const char* a, int64_t lda, const uint32_t* 
   int64_t stop = std::min(fetch.steps, steps);
   for (int64_t k = 0; k < steps; stop = steps, line = fetch.then)
     for (; k < stop; k++) {
-      typename Dot<T>::B columns[NR];
-#pragma GCC unroll 4
-      for (int n = 0; n < NR; n++) columns[n] = Dot<T>::columns(b + n * panel);
 #pragma GCC unroll 4
       for (int n = 0; n < LINES; n++) __builtin_prefetch(line + n * fetch.stride, 0, 2);
-#pragma GCC unroll 16
-      for (int m = 0; m < MR; m++) {
-        auto left = Dot<T>::broadcast(BY_STEPS ? unit + 4 * m : row[m / 3] + (m % 3) * lda);
+#pragma GCC unroll 2
+      for (int part = 0; part < Dot<T>::PARTS_OF_UNIT; part++) {
+        typename Dot<T>::B columns[NR];
 #pragma GCC unroll 4
-        for (int n = 0; n < NR; n++) Dot<T>::add(sums[m][n], left, columns[n]);
+        for (int n = 0; n < NR; n++) columns[n] = Dot<T>::columns(b + n * panel, part);
+#pragma GCC unroll 16
+        for (int m = 0; m < MR; m++) {
+          const char* from = BY_STEPS ? unit + Dot<T>::BYTES * m : row[m / 3] + (m % 3) * lda;
+          const auto left = Dot<T>::broadcast(from, part);
+#pragma GCC unroll 4
+          for (int n = 0; n < NR; n++) Dot<T>::add(sums[m][n], left, columns[n]);
+        }
       }
       b += LANES;
       line += LANES;
@@ -134,7 +143,7 @@ __attribute__((noinline)) void tile(const char* a, int64_t lda, const uint32_t* 
         unit += lda;
       } else {
 #pragma GCC unroll 6
-        for (int g = 0; g < GROUPS; g++) row[g] += 4;
+        for (int g = 0; g < GROUPS; g++) row[g] += Dot<T>::BYTES;
       }
     }
 #pragma GCC unroll 16
@@ -148,7 +157,7 @@ template <class T, int NR, bool BY_STEPS, class C>
 void tile_column(const char* a, int64_t lda, int64_t m, const uint32_t* b, int64_t panel, int64_t steps, C* c,
                  int64_t ldc, bool accumulate, const uint32_t* ahead) {
   constexpr int FULL = NR == 4 ? TILE_ROWS : NR == 2 ? PAIR_ROWS : SINGLE_ROWS;
-  const int64_t row_bytes = BY_STEPS ? 4 : lda;
+  const int64_t row_bytes = BY_STEPS ? Dot<T>::BYTES : lda;
   // A single tile prefetches its own B, and at the end the beginning of the next B. Of several tiles, the first ones
   // prefetch all of the next B, one or two panels each, while B itself comes from cache.
   const int64_t share = m <= FULL ? 0 : m <= 3 * FULL ? 2 : 1;
@@ -169,7 +178,21 @@ void tile_column(const char* a, int64_t lda, int64_t m, const uint32_t* b, int64
     done += MR;
   };
   if constexpr (BY_STEPS) {
+    if constexpr (FULL == 6 && NR == 1)
+      while (m - done >= 6 && m - done != 8) run(std::integral_constant<int, 6>());
     while (done < m) run(std::integral_constant<int, 4>());
+  } else if constexpr (FULL == 6 && NR == 1) {  // the last two tiles have about equally many rows
+    while (m - done >= 2 * FULL || m - done == FULL) run(std::integral_constant<int, FULL>());
+    const int64_t rest = m - done;
+    auto few = [&](int64_t rows) {
+      switch (rows) {
+#define CASE(rows) case rows: return run(std::integral_constant<int, rows>());
+        CASE(6) CASE(5) CASE(4) CASE(3) CASE(2) CASE(1)
+#undef CASE
+      }
+    };
+    few(rest > FULL ? ceil_div(rest, 2) : rest);
+    few(m - done);
   } else {
     while (m - done >= FULL) run(std::integral_constant<int, FULL>());
     if constexpr (FULL == 16)
@@ -191,6 +214,7 @@ void tile_column(const char* a, int64_t lda, int64_t m, const uint32_t* b, int64
 template <class T, bool BY_STEPS>
 void tiles(const char* a, int64_t lda, int64_t m, const uint32_t* b, int64_t panel, int64_t np, int64_t steps, float* c,
            int64_t ldc, bool accumulate, const uint32_t* ahead = nullptr) {
+  a = widened<T, BY_STEPS>(a, lda, m, steps);
   int64_t n = 0;
   auto run = [&](auto width) {
     constexpr int NR = decltype(width)::value;
@@ -200,9 +224,13 @@ void tiles(const char* a, int64_t lda, int64_t m, const uint32_t* b, int64_t pan
   };
   // Max rows of a two-panel tile in one pass: B is then read once.
   const bool once = !BY_STEPS && m > TILE_ROWS && m <= PAIR_ROWS;
-  if constexpr (TILE_PANELS >= 4)
+  if constexpr (TILE_PANELS >= 4) {
     if (!once) run(std::integral_constant<int, 4>());
-  if constexpr (TILE_PANELS >= 2) run(std::integral_constant<int, 2>());
+    run(std::integral_constant<int, 2>());
+  } else if constexpr (!BY_STEPS) {  // chains enough to hide the latency of a multiply-add
+    if (m <= TILE_ROWS) run(std::integral_constant<int, 4>());
+    if (m <= PAIR_ROWS) run(std::integral_constant<int, 2>());
+  }
   run(std::integral_constant<int, 1>());
 }
 
@@ -213,6 +241,7 @@ int64_t rounded_tiles(const char* a, int64_t lda, int64_t m, const uint32_t* b, 
   if constexpr (TILE_PANELS < 4) return 0;
   if (m <= PAIR_ROWS) return 0;
   const int64_t rows = m / TILE_ROWS * TILE_ROWS;
+  a = widened<T, false>(a, lda, rows, steps);
   tile_column<T, TILE_PANELS, false>(a, lda, rows, b, panel, steps, c, ldc, false, ahead);
   return rows;
 }

@@ -15,12 +15,15 @@
 #if defined(MOE_AVX512) && defined(__AVX512BF16__)
 #define MOE_AVX512_BF16 1
 #endif
+#if !defined(MOE_AVX512) && defined(__AVX2__) && defined(__FMA__)
+#define MOE_AVX2 1
+#endif
 
 namespace moe {
 
 #if defined(MOE_AVX512)
 constexpr int WIDTH = 16;
-#elif defined(__AVX2__) && defined(__FMA__)
+#elif defined(MOE_AVX2)
 constexpr int WIDTH = 8;
 #else
 constexpr int WIDTH = 4;
@@ -94,7 +97,7 @@ INLINE F16 min(const F16& a, const F16& b) {
 INLINE vf fma(vf a, vf b, vf c) {
 #if defined(MOE_AVX512)
   return (vf)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
-#elif defined(__AVX2__) && defined(__FMA__)
+#elif defined(MOE_AVX2)
   return (vf)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
 #else
   return a * b + c;
@@ -114,6 +117,11 @@ INLINE float sum(const F16& x) {
   const __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
   const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
   return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
+#elif defined(MOE_AVX2)
+  const __m256 eight = (__m256)(x.v[0] + x.v[1]);
+  const __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+  const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+  return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
 #else
   float lane[LANES];
   store(lane, x);
@@ -127,6 +135,11 @@ INLINE float sum(const F16& x) {
 INLINE float highest(const F16& x) {
 #if defined(MOE_AVX512)
   return _mm512_reduce_max_ps((__m512)x.v[0]);
+#elif defined(MOE_AVX2)
+  const __m256 eight = _mm256_max_ps((__m256)x.v[0], (__m256)x.v[1]);
+  const __m128 four = _mm_max_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+  const __m128 two = _mm_max_ps(four, _mm_movehl_ps(four, four));
+  return _mm_cvtss_f32(_mm_max_ss(two, _mm_movehdup_ps(two)));
 #else
   float lane[LANES];
   store(lane, x);
@@ -250,6 +263,34 @@ INLINE F16 load_odd(const uint32_t* p) {
 
 // ---- transposition ----
 
+#if defined(MOE_AVX2)
+// to[i] becomes unit `first` + i of eight lines.
+INLINE void transpose_eight(uint32_t* to, int64_t to_stride, const uint32_t* const* from, int first) {
+  __m256i r[8], t[8];
+#pragma GCC unroll 8
+  for (int i = 0; i < 8; i++) r[i] = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from[i] + first));
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; i++) {
+    t[2 * i] = _mm256_unpacklo_epi32(r[2 * i], r[2 * i + 1]);
+    t[2 * i + 1] = _mm256_unpackhi_epi32(r[2 * i], r[2 * i + 1]);
+  }
+#pragma GCC unroll 2
+  for (int i = 0; i < 2; i++) {
+    r[4 * i] = _mm256_unpacklo_epi64(t[4 * i], t[4 * i + 2]);
+    r[4 * i + 1] = _mm256_unpackhi_epi64(t[4 * i], t[4 * i + 2]);
+    r[4 * i + 2] = _mm256_unpacklo_epi64(t[4 * i + 1], t[4 * i + 3]);
+    r[4 * i + 3] = _mm256_unpackhi_epi64(t[4 * i + 1], t[4 * i + 3]);
+  }
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; i++) {
+    t[i] = _mm256_permute2x128_si256(r[i], r[i + 4], 0x20);
+    t[i + 4] = _mm256_permute2x128_si256(r[i], r[i + 4], 0x31);
+  }
+#pragma GCC unroll 8
+  for (int i = 0; i < 8; i++) _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + i * to_stride), t[i]);
+}
+#endif
+
 // to[i] becomes unit i of the 16 lines `from`.
 INLINE void transpose(uint32_t* to, int64_t to_stride, const uint32_t* const from[LANES]) {
 #if defined(MOE_AVX512)
@@ -284,6 +325,10 @@ INLINE void transpose(uint32_t* to, int64_t to_stride, const uint32_t* const fro
   }
 #pragma GCC unroll 16
   for (int i = 0; i < 16; i++) _mm512_storeu_si512(to + i * to_stride, r[i]);
+#elif defined(MOE_AVX2)
+  for (int lines = 0; lines < LANES; lines += 8)
+    for (int units = 0; units < LANES; units += 8)
+      transpose_eight(to + units * to_stride + lines, to_stride, from + lines, units);
 #else
   for (int i = 0; i < LANES; i++)
     for (int j = 0; j < LANES; j++) to[j * to_stride + i] = from[i][j];
@@ -304,7 +349,7 @@ INLINE vf scaled(vf p, vf n, vi tiny) {
 INLINE vf rounded(vf x) {
 #if defined(MOE_AVX512)
   return (vf)_mm512_roundscale_ps((__m512)x, 8);
-#elif defined(__AVX2__) && defined(__FMA__)
+#elif defined(MOE_AVX2)
   return (vf)_mm256_round_ps((__m256)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
 #else
   // Not with FMA: a product for x would join the sum without its own rounding, and round other ties.
