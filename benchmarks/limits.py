@@ -30,8 +30,8 @@ READ_MIB = 700
 GEMM_SIZE = 4096
 TRIAL_SIZE = 384
 HOPELESS = 3
-"""A product that takes this many times the fastest one's time at `TRIAL_SIZE` is not measured: torch's bf16 product on a
-CPU without AVX512 would take a minute a round."""
+"""A product that takes this many times the fastest one's time at `TRIAL_SIZE` is not measured: torch's bf16 product on
+a CPU without AVX512 would take a minute a round."""
 
 _READ_SOURCE = """
 #include <cstddef>

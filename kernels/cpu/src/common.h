@@ -72,7 +72,8 @@ void parallel_ranges(int64_t count, double cost, const Body& body) {
 
 // Per-thread memory kept between calls, one block per purpose. Contents are undefined.
 enum Purpose {
-  ROWS, PRODUCT, HIDDEN, QUERIES, KEYS, VALUES, SCORES, WEIGHTS, OUTPUT, TOTAL, STATS, TILES, WIDENED, TURNED, DECODED,  // per thread
+  ROWS, PRODUCT, HIDDEN, QUERIES, KEYS, VALUES, SCORES, WEIGHTS, OUTPUT, TOTAL, STATS, TILES, WIDENED, TURNED,
+  DECODED,  // these and all before per thread
   SHARED_ROWS, SHARED_HIDDEN, SHARED_OUT, SHARED_STATS, SHARED_INDEX, SHARED_UNITS,  // the caller's, read by helpers
   LAYER,  // of a whole-layer call
   CHAIN,  // of a draft-chain call
