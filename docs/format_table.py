@@ -208,6 +208,8 @@ def attention_of(architecture: registry.Architecture) -> tuple[str, tuple[str, .
         return "lightning attention, GQA", ("gqa", "delta"), ""
     if "nemotron_h:" in target:
         return "Mamba2, GQA", ("gqa", "delta"), ""
+    if "lfm2:" in target:
+        return "short convolutions, GQA", ("gqa",), ""
     if "config_parsers.hybrid:" in parser:
         return "gated delta nets, GQA", ("gqa", "delta"), ""
     if any(name in parser for name in ("parse_gpt_oss", "config_parsers.mimo:", "parse_granite_swa")):

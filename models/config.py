@@ -24,7 +24,7 @@ from moe_engine.models.config_sections.mtp import DEEPSEEK, MTPForm
 from moe_engine.models.config_sections.pooling import PoolingConfig
 from moe_engine.models.config_sections.residual import ResidualScales, ResultNorms
 from moe_engine.models.config_sections.rope import RopeConfig
-from moe_engine.models.config_sections.state import DeltaConfig, StateGroup
+from moe_engine.models.config_sections.state import DeltaConfig, ShortConvConfig, StateGroup
 from moe_engine.models.config_sections.vision import VisionConfig
 from moe_engine.models.formats.plain import PLAIN
 from moe_engine.models.formats.protocol import WeightFormat
@@ -211,6 +211,8 @@ class ModelConfig:
     """Factor of logits (Granite, Cohere 2)."""
     layer_factors: bool = False
     """After each layer the residual is multiplied by a factor of the layer (Gemma 4), with `result_norms`."""
+    short_conv: ShortConvConfig | None = None
+    """Config of the layers with a state, if they are short convolutions (LFM2)."""
 
     @cached_property
     def known_sizes(self) -> dict[Any, Any]:

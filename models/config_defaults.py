@@ -28,6 +28,7 @@ _GEMMA: Mapping[str, Any] = {
     "query_pre_attn_scalar": 256, "tie_word_embeddings": True,
 }  # fmt: skip
 """Published files of Gemma 3 state little more than what differs from this."""
+_LFM2: Mapping[str, Any] = {"rope_theta": 1000000.0, "tie_word_embeddings": True, "num_key_value_heads": 8}
 _VISUAL: Mapping[str, Mapping[str, Any]] = {
     "qwen2_vl": {**_EPS, "rope_theta": 1e6}, "qwen2_5_vl": {**_EPS, "rope_theta": 1e6},
     "qwen3_vl": {"rope_theta": 5e5}, "qwen3_vl_moe": {"rope_theta": 5e5, "num_experts_per_tok": 4},
@@ -38,7 +39,7 @@ _POSITIONS: Mapping[int, str] = {
     4096: "deepseek_v3 nemotron_h phi3 olmoe flex_olmo",
     32768: "qwen2 qwen2_moe qwen3 qwen3_moe qwen3_next qwen3_5_text qwen3_5_moe_text qwen2_vl_text qwen2_5_vl_text "
     "smollm3 axk1",
-    128000: "qwen3_vl_text qwen3_vl_moe_text",
+    128000: "qwen3_vl_text qwen3_vl_moe_text lfm2 lfm2_moe",
     131072: "longcat_flash mistral ministral mixtral glm4_moe gpt_oss mimo_v2 mimo_v2_flash solar_open ernie4_5 "
     "ernie4_5_moe hy_v3 phimoe minimax glm glm4 gemma3_text gemma4_text mellum youtu",
     163840: "deepseek_v32", 196608: "minimax_m2", 202752: "glm4_moe_lite glm_moe_dsa", 262144: "ministral3 flint",
@@ -91,6 +92,8 @@ _BY_MODEL_TYPE: Mapping[str, Mapping[str, Any]] = {
         **_EPS, "rope_theta": 11158840.0, "router_scaling_factor": 2.826, "first_k_dense_replace": 1,
         "num_experts_per_tok": 8,
     },
+    "lfm2": _LFM2,
+    "lfm2_moe": {**_LFM2, "num_experts_per_tok": 4, "num_experts": 32},
     "kimi_linear": {
         **_EPS, "routed_scaling_factor": 2.446, "first_k_dense_replace": 1, "n_shared_experts": 1,
         "num_experts_per_tok": 8, "max_position_embeddings": 1048576,

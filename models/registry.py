@@ -46,6 +46,7 @@ _KIMI = "moe_engine.models.families.kimi:KimiModel"
 _LING = "moe_engine.models.families.ling:LingModel"
 _KIMI_LINEAR = "moe_engine.models.families.kimi_linear:KimiLinearModel"
 _KIMI_K3 = "moe_engine.models.families.kimi_linear:KimiK3Model"
+_LFM2 = "moe_engine.models.families.lfm2:Lfm2Model"
 _LONGCAT = "moe_engine.models.families.longcat_flash:LongcatFlashModel"
 _MINIMAX_M3 = "moe_engine.models.families.minimax_m3:MiniMaxM3Model"
 _PARSE_MINIMAX_M3 = "moe_engine.models.config_parsers.minimax_m3:parse_minimax_m3"
@@ -120,6 +121,8 @@ for _name, _target, _parser in (
     ("BailingMoeV3ForCausalLM", _LING, "moe_engine.models.config_parsers.bailing:parse_bailing_hybrid"),
     ("BailingHybridForCausalLM", _LING, "moe_engine.models.config_parsers.bailing:parse_bailing_hybrid"),
     ("BailingMoeV2_5ForCausalLM", _LING, "moe_engine.models.config_parsers.bailing:parse_bailing_v2_5"),
+    ("Lfm2ForCausalLM", _LFM2, "moe_engine.models.config_parsers.lfm2:parse_lfm2"),
+    ("Lfm2MoeForCausalLM", _LFM2, "moe_engine.models.config_parsers.lfm2:parse_lfm2_moe"),
     ("LongcatFlashForCausalLM", _LONGCAT, "moe_engine.models.config_parsers.longcat:parse_longcat_flash"),
     ("Cohere2ForCausalLM", _DENSE, _COHERE),
     ("Cohere2MoeForCausalLM", _DENSE, _COHERE),
@@ -244,6 +247,8 @@ _BY_MODEL_TYPE = {
     "llama": "LlamaForCausalLM",
     "llama4": "Llama4ForConditionalGeneration",
     "llama4_text": "Llama4ForCausalLM",
+    "lfm2": "Lfm2ForCausalLM",
+    "lfm2_moe": "Lfm2MoeForCausalLM",
     "longcat_flash": "LongcatFlashForCausalLM",
     "mistral": "MistralForCausalLM",
     "phi3": "Phi3ForCausalLM",

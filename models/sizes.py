@@ -27,7 +27,7 @@ from moe_engine.models.tensors.model import (
     Kind,
     TensorSpec,
     expert_names,
-    is_delta,
+    has_state,
     is_head,
     layer_index,
     model_tensors,
@@ -180,7 +180,7 @@ def _sum_of(
     for spec, each, count in tensors:
         held = count * _held_elements(config, spec, topology, redundant_experts, format)
         if spec.kind in (Kind.WIDE, Kind.INDEX):
-            sharded = spec.name.endswith(BIASES) or is_delta(config, spec.name)
+            sharded = spec.name.endswith(BIASES) or has_state(config, spec.name)
             wide += held if sharded else count * spec.num_elements
         elif spec.name.endswith(_KV_B):
             plain += held if derived else 2 * held
@@ -281,9 +281,9 @@ def _parts(config: ModelConfig, name: str, topology: Topology) -> int:
         moe = config.moe_of(layer_index(name))
         shared = moe is not None and moe.num_shared_slots(topology.ep_size)
         return topology.moe_tp_size if shared else topology.tp_size
-    if is_delta(config, name):
-        assert config.delta is not None
-        whole = _WHOLE_OF_ADDITIVE if config.delta.additive else _WHOLE_OF_DELTA
+    if has_state(config, name):
+        delta = config.delta
+        whole = () if delta is None else _WHOLE_OF_ADDITIVE if delta.additive else _WHOLE_OF_DELTA
         return 1 if name.endswith(whole) else topology.attn_tp_size
     if name.endswith(".routed_expert_up_proj.weight"):
         return 1 if topology.travels else topology.tp_size

@@ -111,19 +111,27 @@ def _attention_bytes(
         width = max(_gqa_width(kind) for kind in config.attentions if isinstance(kind, GQAConfig))
         own = num_tokens * width * dtype_bytes + _block_index_bytes(config, num_tokens, dtype_bytes)
         own += _indexer_bytes(config, num_tokens, dtype_bytes)
-        return max(own, _delta_bytes(config.delta, num_tokens, dtype_bytes))
+        return max(own, _state_bytes(config, num_tokens, dtype_bytes))
     if isinstance(a, CompressedConfig):
         return _compressed_bytes(a, config.context_length, num_tokens, num_requests, dtype_bytes)
     dense = _mla_bytes(a.widest, num_tokens, dtype_bytes, expanded_tokens) + _indexer_bytes(
         config, num_tokens, dtype_bytes
     )
-    return max(dense, _delta_bytes(config.delta, num_tokens, dtype_bytes))
+    return max(dense, _state_bytes(config, num_tokens, dtype_bytes))
 
 
 def _gqa_width(a: GQAConfig) -> int:
     """Numbers of a token: q and k (rotated in place or copied), v, the result, and the gate with a copy."""
     gates = 2 * a.num_heads * (a.head_dim if a.output_gate else a.gate_width)
     return (a.num_heads + a.num_kv_heads) * (a.head_dim + a.value_width) + gates
+
+
+def _state_bytes(config: ModelConfig, num_tokens: int, dtype_bytes: int) -> int:
+    own = config.short_conv
+    if own is None:
+        return _delta_bytes(config.delta, num_tokens, dtype_bytes)
+    # the projection, the products with those of earlier tokens, a tap's, its copy and the sum in float32, the result
+    return num_tokens * own.width * (7 * dtype_bytes + 8)
 
 
 def _delta_bytes(d: DeltaConfig | None, num_tokens: int, dtype_bytes: int) -> int:

@@ -1,5 +1,6 @@
-"""Cases of layers that DeepSeek V3 has none of, or of their less common forms: gated delta nets, LoRA, blocks of the
-residual, gates, rows of grouped attention, FP8 caches, contexts in chunks, weights of 4 bits, vision towers.
+"""Cases of layers that DeepSeek V3 has none of, or of their less common forms: gated delta nets, convolutions, LoRA,
+blocks of the residual, gates, rows of grouped attention, FP8 caches, contexts in chunks, weights of 4 bits, vision
+towers.
 
 Legend: T tokens, R requests, D hidden, H heads, G KV heads.
 """
@@ -25,6 +26,7 @@ from moe_engine.kernels.ops.head_factors import scale_heads
 from moe_engine.kernels.ops.layer_norm import add_layer_norm
 from moe_engine.kernels.ops.protocol import HeadNorms
 from moe_engine.kernels.ops.residual_blocks import mix_blocks
+from moe_engine.kernels.ops.short_conv import gated_conv
 from moe_engine.kernels.ops.zero_experts import add_input
 from moe_engine.kernels.sampling.protocol import Draw, SamplingParameters
 from tests.kernels.drawn import block_residual, block_weights, delta_inputs
@@ -41,6 +43,16 @@ def delta(label: str, shape: DeltaShape, lens: list[int]) -> KernelCase:
         return lambda: (kernel.run(inputs, weights, states, runs, shape), *states)
 
     return counted("delta", f"delta.{label}.{len(lens)}x{lens[0]}", prepare, fp8=True)
+
+
+@kernel_case("ops", "gated_conv.{width}.{count}x{each}")
+def short_conv(ops: Any, device: str, count: int, each: int, width: int, taps: int = 3) -> Call:
+    """Convolutions between gates, of runs of `each` tokens."""
+    kernel = ops.capabilities.gated_conv or gated_conv
+    projected, kept = normal(count * each, 3 * width, device=device), normal(count, taps - 1, width, device=device)
+    weights = torch.rand(taps, width, device=device) - 0.5
+    runs = StateRuns.plain([each] * count, torch.arange(count, device=device))
+    return lambda: (kernel(projected, weights, kept, runs), kept)
 
 
 def lora(tokens: int, k: int, columns: tuple[int, ...], rank: int, slots: int = 4) -> KernelCase:
@@ -293,6 +305,8 @@ def cases(tokens: int, hidden: int, heads: int, width: int, prompt: int) -> list
     )
     return [
         *(delta(label, shape, lens) for label, shape in nets.items() for lens in runs),
+        short_conv(tokens, 1, hidden),
+        short_conv(2, prompt, hidden),
         lora(tokens, hidden, (0, hidden, hidden * 5 // 4, hidden * 3 // 2), 16),
         residual_blocks(tokens, 9, hidden),
         head_gates(tokens, heads, width, by_head=False),

@@ -36,7 +36,7 @@ PUBLISHED = {
     "qwen-3.8-flash-next": published.QWEN_3_8_FLASH_NEXT, "kimi-k3": _kimi_k3(),
     "llama-4-scout": published.LLAMA_4_SCOUT, "k-exaone": published.K_EXAONE, "flint": published.FLINT,
     "axk1": published.AXK1, "command-a-plus": published.COMMAND_A_PLUS, "gemma-2": published.GEMMA_2_9B,
-    "granite-swa": published.GRANITE_SWA,
+    "granite-swa": published.GRANITE_SWA, "lfm2-8b-a1b": published.LFM2_8B_A1B,
 }  # fmt: skip
 for _name in ("v4-flash", "v4-pro", "glm-4.6", "glm-5.3-flash"):
     PUBLISHED[_name] = PUBLISHED[_name] | {"num_nextn_predict_layers": 1}

@@ -1,5 +1,6 @@
-"""Costs of Triton kernels that DeepSeek-V3 has none of: GQA with windows, gated delta nets, the indexer, pools of
-GLM-5.3-Flash, entries and streams of DeepSeek V4, blocks of MiniMax-M3, norms and router of Phi-3.5-MoE.
+"""Costs of Triton kernels that DeepSeek-V3 has none of: GQA with windows, gated delta nets, convolutions, the
+indexer, pools of GLM-5.3-Flash, entries and streams of DeepSeek V4, blocks of MiniMax-M3, norms and router of
+Phi-3.5-MoE.
 
 Legend: a argument namespace, s setting.
 """
@@ -169,6 +170,21 @@ def mix_products(a: Any, s: Setting) -> Cost:
 def keep_products(a: Any, s: Setting) -> Cost:
     kept = len(a.stored) * a.LINES * a.WIDE * a.kept.element_size()
     return Cost(kept, kept)
+
+
+@cost_of("short_conv_kernel", "long_conv_kernel")
+def short_conv(a: Any, s: Setting) -> Cost:
+    """Each token reads gates and values of `TAPS` tokens; short runs read and store what a state keeps, of decodes one
+    for each token."""
+    lines, each = size(a.out), size(a.out) // len(a.out) * (a.TAPS - 1)
+    kept = each * a.grid[0] if hasattr(a, "rows") else 0
+    return Cost(size(a.projected) + kept + size(a.taps), lines + kept)
+
+
+@cost_of("conv_states_kernel")
+def conv_states(a: Any, s: Setting) -> Cost:
+    kept = len(a.stored) * a.LINES * a.WIDTH * a.kept.element_size()
+    return Cost(2 * kept, kept)
 
 
 @cost_of("read_gated_kernel")

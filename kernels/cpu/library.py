@@ -48,6 +48,7 @@ UNITS = (
     "indexer",
     "block_index",
     "delta",
+    "short_conv",
     "compression",
     "streams",
     "hashed_rows",
@@ -128,6 +129,7 @@ FUNCTIONS: dict[str, tuple[Any, Sequence[Any]]] = {
     "moe_hashed_rows": (None, [P]),
     "moe_block_select": (None, [N, P, L, L, P, L, P, L, L, L, L, L, L, P, L]),
     "moe_gated_delta": (None, [N, P, P, P, P, P, P, P]),
+    "moe_short_conv": (None, [N, P, P, P, P]),
     "moe_compress": (None, [N, P, P, L, P, L, P, L]),
     "moe_mix_streams": (None, [N, P, P, L, P, L, P]),
     "moe_mix_blocks": (None, [N, P, P, L, P, L, P]),
@@ -160,6 +162,7 @@ class Library:
     moe_fp8_round: Any
     moe_rms_norm: Any
     moe_gated_delta: Any
+    moe_short_conv: Any
     moe_compress: Any
     moe_mix_blocks: Any
     moe_mix_streams: Any

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import torch
 from torch import Tensor
@@ -12,6 +12,7 @@ from moe_engine.kernels.cpu.library import Library, load
 from moe_engine.kernels.cpu.tensors import head_form, kind_of, latent_form, rows
 from moe_engine.kernels.gate_form import SILU, GatedActivation
 from moe_engine.kernels.ops.cpu_gated_streams import CpuGatedStreams
+from moe_engine.kernels.ops.cpu_short_conv import gated_conv
 from moe_engine.kernels.ops.protocol import OpsCapabilities, RotaryTable, RouterSpec
 from moe_engine.kernels.ops.reference import with_padding
 from moe_engine.kernels.ops.residual_blocks import BlockWeights, mix_blocks
@@ -21,7 +22,7 @@ from moe_engine.kernels.ops.streams import StreamWeights, mix_streams
 class _Router(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_int32) for name in ("experts", "top_k", "score", "groups", "topk_groups", "group_score")),
-        ("renormalize", ctypes.c_int32),
+        ("renormalize", ctypes.c_float),
         ("scale", ctypes.c_float),
         ("bias_on_logits", ctypes.c_int32),
         ("held", ctypes.c_int32),
@@ -43,7 +44,7 @@ def router_struct(spec: RouterSpec) -> _Router:
         raise ValueError(f"a router with shared experts, which this row does not support: {spec}")
     numbers = (spec.num_experts, spec.top_k, scores[spec.score], groups, spec.topk_groups)
     return _Router(
-        *map(int, numbers), group_scores[spec.group_score], int(spec.renormalize), spec.scale,
+        *map(int, numbers), group_scores[spec.group_score], spec.sum_eps * spec.renormalize, spec.scale,
         int(spec.bias_on_logits), spec.num_held, spec.jitter,
     )  # fmt: skip
 
@@ -97,6 +98,7 @@ class CpuOps:
             mix_blocks=self.mix_blocks,
             add_input=self.add_input,
             layer_norm=self.layer_norm,
+            gated_conv=partial(gated_conv, self._lib),
         )
 
     def add_input(self, x: Tensor, weights: Tensor, ids: Tensor, add: Tensor | None) -> Tensor:

@@ -22,6 +22,7 @@ from moe_engine.kernels.ops.layer_norm import AddLayerNorm
 from moe_engine.kernels.ops.ngram_products import NgramProducts
 from moe_engine.kernels.ops.ngram_rows import Ngrams
 from moe_engine.kernels.ops.residual_blocks import MixBlocks
+from moe_engine.kernels.ops.short_conv import GatedConv
 from moe_engine.kernels.ops.streams import MixNormStreams, MixStreams
 from moe_engine.kernels.ops.zero_experts import AddInput
 from moe_engine.kernels.permutation.protocol import ExpertRows
@@ -56,11 +57,11 @@ class RouterSpec:
     groups, shared and given experts. With `has_bias` the selection (not the weight) uses score + bias; with
     `bias_on_logits` the bias is added to the logits instead (gpt-oss). `group_score`: None (no groups), ``top2`` (V3:
     sum of the two best of a group) or ``max`` (V2). Experts outside the best `topk_groups` groups are excluded.
-    `renormalize` divides weights by
-    their sum (+1e-20); `scale` multiplies them at the end. `num_shared` shared experts follow: every token selects them
-    with weight `shared_weight`, as choices from K on and experts from E on. With `shared_gate` the gate has a row E,
-    and that weight is multiplied by the sigmoid of its logit. With `held` the choices are slots of a rank that holds
-    the experts [first, first + held) and the shared ones after them; -1: an expert of another rank.
+    `renormalize` divides weights by their sum plus `sum_eps`; `scale` multiplies them at the end. `num_shared` shared
+    experts follow: every token selects them with weight `shared_weight`, as choices from K on and experts from E on.
+    With `shared_gate` the gate has a row E, and that weight is multiplied by the sigmoid of its logit. With `held` the
+    choices are slots of a rank that holds the experts [first, first + held) and the shared ones after them; -1: an
+    expert of another rank.
     """
 
     num_experts: int
@@ -79,6 +80,7 @@ class RouterSpec:
     first: int = 0
     held: int | None = None
     jitter: float = 0.0
+    sum_eps: float = 1e-20
 
     @property
     def num_held(self) -> int:
@@ -272,6 +274,9 @@ class OpsCapabilities:
 
     norms_ahead: bool = False
     """Norms, quantized or not, take `ahead`, as `Absorb`."""
+
+    gated_conv: GatedConv | None = None
+    """None: in torch, `kernels.ops.short_conv`."""
 
 
 class Ops(Protocol):

@@ -88,7 +88,7 @@ class TorchOps:
             ids = _best(scores, bias, spec) if experts is None else experts.long()  # [T, K]
             weights = scores.gather(1, ids)
         if spec.renormalize:
-            weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+            weights = weights / (weights.sum(-1, keepdim=True) + spec.sum_eps)
         if spec.scale != 1.0:
             weights = weights * spec.scale
         if spec.num_shared:

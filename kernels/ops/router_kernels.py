@@ -161,8 +161,8 @@ def choose(
             own = tl.sum(tl.where(flat == at, score, 0.0), 0)
             chosen = tl.where(place == k, (at // BLOCK_M) * MEMBERS + at % BLOCK_M, chosen)
             weight = tl.where(place == k, own, weight)
-    if RENORMALIZE:
-        weight = weight / (tl.sum(weight, 0) + 1e-20)
+    if RENORMALIZE > 0:
+        weight = weight / (tl.sum(weight, 0) + RENORMALIZE)
     of_shared = SHARED_WEIGHT / (1.0 + tl.exp(-shared * factor)) if GATED else SHARED_WEIGHT
     weight = tl.where(place < TOP_K, weight * scale, of_shared)
     if HELD != EXPERTS:

@@ -30,6 +30,7 @@ from moe_engine.kernels.ops.triton_lookup import lookup
 from moe_engine.kernels.ops.triton_ngram_products import TRITON as NGRAM_PRODUCTS
 from moe_engine.kernels.ops.triton_ngrams import NGRAMS
 from moe_engine.kernels.ops.triton_norm_route import add_norm_route
+from moe_engine.kernels.ops.triton_short_conv import gated_conv
 from moe_engine.kernels.ops.triton_zero_experts import add_input
 from moe_engine.kernels.permutation.protocol import ExpertRows
 from moe_engine.kernels.quantization.protocol import Activation, ActivationFormat, QuantizedActivation
@@ -67,7 +68,7 @@ class TritonOps:
             mix_streams=triton_streams.mix, mix_norm_streams=triton_streams.mix_norm, ngrams=NGRAMS,
             gated_streams=GATED_STREAMS, ngram_products=NGRAM_PRODUCTS, round_rows=round_rows,
             mix_blocks=triton_residual_blocks.mix, add_input=add_input, scale_heads=scale_heads,
-            layer_norm=add_layer_norm, norms_ahead=True,
+            layer_norm=add_layer_norm, norms_ahead=True, gated_conv=gated_conv,
         )  # fmt: skip
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, ahead: Tensor | None = None) -> Tensor:

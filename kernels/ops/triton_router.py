@@ -170,7 +170,7 @@ def select_plan(spec: RouterSpec, parts: int, has_bias: bool, has_real: bool) ->
         "TOP_K": spec.top_k, "SHARED": spec.num_shared,
         "GROUP_SCORE": _GROUP_SCORES[spec.group_score] if limited else 0,
         "SCORE": spec.score, "HAS_BIAS": has_bias and not spec.bias_on_logits,
-        "BIAS_ON_LOGITS": has_bias and spec.bias_on_logits, "RENORMALIZE": spec.renormalize,
+        "BIAS_ON_LOGITS": has_bias and spec.bias_on_logits, "RENORMALIZE": spec.sum_eps * spec.renormalize,
         "GATED": int(spec.shared_gate), "SHARED_WEIGHT": spec.shared_weight, "HELD": spec.num_held,
         "BLOCK_G": next_power_of_2(groups), "BLOCK_M": next_power_of_2(spec.num_experts // groups),
         "BLOCK_K": next_power_of_2(spec.num_choices), "HAS_REAL": has_real,

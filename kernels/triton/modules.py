@@ -55,6 +55,7 @@ MODULES: tuple[str, ...] = (
     f"{_FAMILIES}.ops.triton_residual_blocks",
     f"{_FAMILIES}.ops.triton_rotary",
     f"{_FAMILIES}.ops.triton_router",
+    f"{_FAMILIES}.ops.triton_short_conv",
     f"{_FAMILIES}.ops.triton_sparse_mixer",
     f"{_FAMILIES}.ops.triton_streams",
     f"{_FAMILIES}.symm_mem.triton_all_reduce",

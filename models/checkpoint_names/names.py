@@ -16,6 +16,7 @@ from moe_engine.models.checkpoint.tensor_header import WeightFile
 from moe_engine.models.checkpoint_names import (
     gemma_names,
     granite_names,
+    lfm2_names,
     ling_names,
     llama4_names,
     mimo_names,
@@ -139,6 +140,7 @@ _STEPS: tuple[tuple[Callable[[Collection[str]], bool], Callable[[str], str]], ..
     (_has_outer, _without_outer),
     (_has_no_head, _with_model),
     (_always, _part_of_layer),
+    (lfm2_names.has_names, lfm2_names.inner_name),
     (ling_names.has_names, ling_names.inner_name),
     (ling_names.is_grouped, ling_names.grouped_name),
     (mimo_names.has_groups, mimo_names.group_name),

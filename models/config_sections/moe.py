@@ -24,7 +24,7 @@ class MoEConfig:
     their input: the router chooses them like the `num_experts` others, after which they are numbered (LongCat-Flash).
     `scales_input`: the router's weight multiplies the input of the token's one expert, not its result (Llama 4).
     `jitter`: of the score ``sparsemixer`` (Phi-3.5-MoE). `normed`: see `NormedMoE` (Gemma 4). `shared_scale`: factor of
-    the shared experts' result (Cohere 2).
+    the shared experts' result (Cohere 2). `sum_eps`: added to the sum by which weights are divided.
     """
 
     num_experts: int
@@ -57,6 +57,7 @@ class MoEConfig:
     jitter: float = 0.0
     normed: bool = False
     shared_scale: float = 1.0
+    sum_eps: float = 1e-20
 
     @property
     def num_choices(self) -> int:

@@ -43,6 +43,22 @@ class StateGroup:
 
 
 @dataclass(frozen=True)
+class ShortConvConfig:
+    """Convolutions over the last tokens, between two gates (LFM2): channels, and taps of each."""
+
+    width: int
+    taps: int
+
+    block = "conv"
+    """Name of a layer's block in the checkpoint."""
+
+    def state_groups(self, layers: tuple[int, ...]) -> tuple[StateGroup, ...]:
+        """The states of the `layers` with convolutions, their last inputs; () without any."""
+        part = StatePart((self.taps - 1, self.width), sharded=1)
+        return (StateGroup(layers, (part,), stores_any=True),) if layers else ()
+
+
+@dataclass(frozen=True)
 class DeltaConfig:
     """Gated delta net (Qwen3-Next): key and value heads, their widths, taps of the convolution. `joined`: the
     checkpoint has two input projections, whose rows are in the order of the key heads; else four (Qwen3.5).

@@ -78,6 +78,7 @@ def router_spec(moe: MoEConfig, num_shared: int = 0, ep: Share = WHOLE) -> Route
         num_shared=num_shared,
         bias_on_logits=moe.bias_on_logits,
         jitter=moe.jitter,
+        sum_eps=moe.sum_eps,
     )
 
 

@@ -1,22 +1,34 @@
-"""Tensors of layers with a state: gated delta nets, Kimi Delta Attention, Mamba2 and lightning attention. Imports no
-torch.
+"""Tensors of layers with a state: gated delta nets, Kimi Delta Attention, Mamba2, lightning attention and short
+convolutions. Imports no torch.
 
-Names are relative to the layer's block; see `tensors`.
+Names are relative to the layer; see `tensors`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from moe_engine.models.config_sections.state import DeltaConfig
+from moe_engine.models.config_sections.state import DeltaConfig, ShortConvConfig
 from moe_engine.models.tensors.spec import Kind, TensorSpec, linear, norm
 
 
-def delta_tensors(d: DeltaConfig, hidden: int) -> Iterator[TensorSpec]:
-    """All tensors of a layer's block."""
+def state_tensors(own: DeltaConfig | ShortConvConfig, hidden: int) -> Iterator[TensorSpec]:
+    """All tensors of a layer's block, with its name."""
+    found = _short_conv(own, hidden) if isinstance(own, ShortConvConfig) else _delta_tensors(own, hidden)
+    yield from (spec.within(own.block) for spec in found)
+
+
+def _delta_tensors(d: DeltaConfig, hidden: int) -> Iterator[TensorSpec]:
     if d.additive:
         return (_mamba if d.taps else _lightning if d.rope is None else _rotated_lightning)(d, hidden)
     return (_channel_delta if d.by_channel else _delta)(d, hidden)
+
+
+def _short_conv(c: ShortConvConfig, hidden: int) -> Iterator[TensorSpec]:
+    """The input projection has the rows of the first gates, of the second ones and of the values."""
+    yield from linear("in_proj", 3 * c.width, hidden)
+    yield TensorSpec("conv.weight", (c.width, 1, c.taps), Kind.WIDE)
+    yield from linear("out_proj", hidden, c.width)
 
 
 def _delta(d: DeltaConfig, hidden: int) -> Iterator[TensorSpec]:

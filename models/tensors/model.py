@@ -13,7 +13,7 @@ from moe_engine.models.config import BlockSelection, GQAConfig, MLAConfig, Model
 from moe_engine.models.config_sections.block import CONFIDENCE, MARKOV, BlockConfig
 from moe_engine.models.config_sections.compressed import CompressedConfig, SharedEntriesConfig, StreamsConfig
 from moe_engine.models.pooling import score_layers
-from moe_engine.models.tensors.delta import delta_tensors
+from moe_engine.models.tensors.delta import state_tensors
 from moe_engine.models.tensors.gqa import MLP_NORM, ROUTER_NORM, gqa_tensors, normed_experts_tensors
 from moe_engine.models.tensors.mla import indexer_tensors, mla_tensors
 from moe_engine.models.tensors.spec import Kind, TensorSpec
@@ -292,9 +292,8 @@ def mtp_tensors(config: ModelConfig) -> Iterator[TensorSpec]:
 def attention_tensors(config: ModelConfig, layer: int | None) -> Iterator[TensorSpec]:
     """Projections, biases and inner norms of one attention layer."""
     hidden = config.hidden_size
-    if config.delta is not None and layer in config.state_layers:
-        found = delta_tensors(config.delta, hidden)
-        yield from (spec.within(config.delta.block) for spec in found)
+    if (own := config.delta or config.short_conv) is not None and layer in config.state_layers:
+        yield from state_tensors(own, hidden)
         return
     attention = config.attention_of(config.num_layers if layer is None else layer)
     if isinstance(attention, CompressedConfig):
@@ -323,10 +322,10 @@ def _block_indexer(a: GQAConfig, blocks: BlockSelection, hidden: int) -> Iterato
         yield _norm(f"index_{name}_norm", blocks.width)
 
 
-def is_delta(config: ModelConfig, name: str) -> bool:
-    """True for a tensor of a delta net."""
-    delta = config.delta
-    return delta is not None and layer_index(name) in config.state_layers and f".{delta.block}." in name
+def has_state(config: ModelConfig, name: str) -> bool:
+    """True for a tensor of the part of a layer that keeps a state: of a delta net, or of a short convolution."""
+    own = config.delta or config.short_conv
+    return own is not None and layer_index(name) in config.state_layers and f".{own.block}." in name
 
 
 def _compressed(a: CompressedConfig, hidden: int, layer: int | None) -> Iterator[TensorSpec]:

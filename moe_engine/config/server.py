@@ -96,7 +96,7 @@ class ServerArgs:
         choices=_tool_call_parsers,
         unsupported=dict.fromkeys(
             ("step3",
-             "apertus2509", "beam", "k2_horizon", "lfm2", "minicpm5",
+             "apertus2509", "beam", "k2_horizon", "minicpm5",
              "muse", "spark25", "nanbeige", "trinity", "interns1", "gigachat3",
              "gigachat35", "inkling", "iquest_q1", "response_template"),
             MORE_PARSERS,

@@ -37,6 +37,9 @@ _TOOLS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("granite", ("<|tool_call|>",)),
     ("granite", ("<tool_call> followed by a JSON list",)),
     ("olmo3", ("<function_calls>",)),
+    ("lfm2", ("<|tool_call_start|>",)),
+    ("lfm2", ("<|tool_list_start|>",)),
+    ("lfm2", ("keep_past_thinking", "List of tools: [")),
     ("ernie45", ("<tool_call>", "<response>")),
     ("qwen25", ("<tool_call>",)),
     ("llama3", ("<|python_tag|>",)),
@@ -45,7 +48,7 @@ _TOOLS: tuple[tuple[str, tuple[str, ...]], ...] = (
 """Parser and its marks. The first whose marks are all in the template: some have the marks of a later one too."""
 _OF_TOOLS = {
     "gpt-oss": "gpt-oss", "kimi_k2": "kimi_k2", "minimax-m2": "minimax", "glm": "glm45", "ernie45": "ernie45",
-    "hunyuan": "hunyuan", "hunyuan_a13b": "hunyuan_a13b",
+    "hunyuan": "hunyuan", "hunyuan_a13b": "hunyuan_a13b", "lfm2": "qwen3",
 }  # fmt: skip
 _SWITCH = re.compile(r"\bthinking\b")
 

@@ -90,7 +90,8 @@ class Routed:
             weights = scores.map(lambda x: x.gather(1, chosen))
         if spec.renormalize:
             low, high = weights
-            weights = Range(low / (low + high.sum(1, True) - high), high / (high + low.sum(1, True) - low))
+            others = Range(low.sum(1, True) - low + spec.sum_eps, high.sum(1, True) - high + spec.sum_eps)
+            weights = Range(low / (low + others.high), high / (high + others.low))
         weights = weights.map(lambda x: spec.scale * x)
         if spec.num_shared:
             shared = logits.map(lambda x: x[:, spec.num_experts :].sigmoid() if spec.shared_gate else x[:, :1] * 0 + 1)

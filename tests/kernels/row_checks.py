@@ -50,6 +50,7 @@ ROUTERS = {
     "v4": RouterSpec(32, 6, "sqrtsoftplus", True, renormalize=True, scale=1.5),
     "phi moe": RouterSpec(16, 2, "sparsemixer", jitter=0.3),
     "all experts": RouterSpec(5, 5, "sigmoid", renormalize=True),
+    "added to sums": RouterSpec(16, 3, "sigmoid", True, renormalize=True, sum_eps=0.5),
 }
 
 

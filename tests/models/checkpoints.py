@@ -77,6 +77,8 @@ MORE_KINDS = (
     "gemma3",
     "gemma4",
     "laguna",
+    "lfm2",
+    "lfm2_moe",
     "llama4",
     "mellum",
     "ministral",
@@ -168,6 +170,10 @@ _GQA: dict[str, Any] = {
     "rope_theta": 10000.0,
 }
 _EXPERTS: dict[str, Any] = {"num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 32}
+_LFM2: dict[str, Any] = {
+    "layer_types": ["conv", "full_attention", "conv"], "conv_L_cache": 3, "norm_eps": 1e-5, "rms_norm_eps": None,
+    "tie_word_embeddings": True,
+}  # fmt: skip
 _GRANITE: dict[str, Any] = {
     "tie_word_embeddings": True,
     "embedding_multiplier": 12.0,
@@ -546,6 +552,8 @@ _FAMILY: dict[str, tuple[str, dict[str, Any]]] = {
         | {"indexer_compress_ratio": 4}
         | {"rope_scaling": {"rope_type": "default", "mrope_section": [2, 2, 2], "mrope_interleaved": True}},
     ),
+    "lfm2": ("Lfm2", {**_GQA, **_LFM2, "block_multiple_of": 24}),
+    "lfm2_moe": ("Lfm2Moe", {**_GQA, **_EXPERTS, **_LFM2, "num_dense_layers": 1, "routed_scaling_factor": 1.3}),
     "kimi_linear": (
         "KimiLinear",
         {"num_attention_heads": 4, "num_key_value_heads": 4, "kv_lora_rank": 32, "q_lora_rank": None}
@@ -785,7 +793,7 @@ def _save_model(family: str, fields: dict[str, Any], seed: int, dtype: torch.dty
             tensor.data = torch.empty_like(tensor).uniform_(0.02, 1.0).log()
         elif name.endswith(".D"):
             tensor.data = 1.0 + 0.5 * torch.randn_like(tensor)
-        elif name.endswith("conv1d.weight"):
+        elif name.endswith(("conv1d.weight", ".conv.conv.weight")):
             tensor.data = 0.5 * torch.randn_like(tensor)
         elif name.endswith(("e_score_correction_bias", "expert_bias")):
             tensor.data = 0.1 * torch.randn_like(tensor)

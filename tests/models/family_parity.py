@@ -91,6 +91,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "mimo_v2_flash": {},
     "step3p7": {"num_mtp_layers": 3},
     "laguna": {},
+    "lfm2": {},
+    "lfm2_moe": {},
     "llama4": {},
     "afmoe": {},
     "gemma2": {},
@@ -139,7 +141,7 @@ DENSE = (
     "qwen3_5_text", "qwen3_5", "llama", "mistral", "qwen2", "qwen3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "ernie4_5",
     "hunyuan_v1_dense", "ministral3", "mistral3", "phi3", "seed_oss", "glm", "glm4", "gemma2", "gemma3", "cohere2",
     "granite_swa",
-    "ministral", "olmo2", "olmo3", "smollm3", "exaone4", "granite", "mimo", "youtu",
+    "lfm2", "ministral", "olmo2", "olmo3", "smollm3", "exaone4", "granite", "mimo", "youtu",
     "pixtral",
 )  # fmt: skip
 """Families without experts."""

@@ -86,6 +86,14 @@ GRANITE_SWA: dict[str, Any] = {
     "intermediate_size": 8192, "num_hidden_layers": 24, "num_attention_heads": 20, "vocab_size": 100352,
     "max_position_embeddings": 8192, "eos_token_id": 100257, "torch_dtype": "bfloat16",
 }  # fmt: skip
+LFM2_8B_A1B: dict[str, Any] = {
+    "architectures": ["Lfm2MoeForCausalLM"], "model_type": "lfm2_moe", "hidden_size": 2048, "intermediate_size": 7168,
+    "moe_intermediate_size": 1792, "num_hidden_layers": 24, "num_attention_heads": 32, "num_key_value_heads": 8,
+    "layer_types": ["full_attention" if i in (2, 6, 10, 14, 18, 21) else "conv" for i in range(24)],
+    "num_dense_layers": 2, "num_experts": 32, "num_experts_per_tok": 4, "norm_topk_prob": True, "vocab_size": 65536,
+    "routed_scaling_factor": 1.0, "use_expert_bias": True, "conv_L_cache": 3, "conv_bias": False, "norm_eps": 1e-5,
+    "rope_theta": 1000000.0, "max_position_embeddings": 128000, "eos_token_id": 7, "torch_dtype": "bfloat16",
+}  # fmt: skip
 LING_MINI: dict[str, Any] = {
     "architectures": ["BailingMoeV2ForCausalLM"], "model_type": "bailing_moe", "hidden_size": 2048, "head_dim": 128,
     "intermediate_size": 5120, "num_hidden_layers": 20, "num_attention_heads": 16, "num_key_value_heads": 4,

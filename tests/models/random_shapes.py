@@ -41,7 +41,7 @@ EXPERTS = {
     "bailing_hybrid": "num_experts", "step3p7": "moe_num_experts", "laguna": "num_experts", "afmoe": "num_experts",
     "llama4": "num_local_experts", "phimoe": "num_local_experts", "granitemoe": "num_local_experts",
     "granitemoeshared": "num_local_experts", "granitemoehybrid": "num_local_experts",
-    "granitemoe_swa": "num_local_experts", "minimax": "num_local_experts",
+    "granitemoe_swa": "num_local_experts", "minimax": "num_local_experts", "lfm2_moe": "num_experts",
     "nemotron_h": "n_routed_experts", "longcat_flash": "n_routed_experts",
 }  # fmt: skip
 CHOSEN = {
@@ -77,11 +77,13 @@ GROUPED = (
 )
 """Routers that choose groups of experts."""
 NOT_FUSED = ("mixtral", "minimax_m2", "gpt_oss", "kimi_linear", "step3p7", "laguna", "afmoe", "nemotron_h",
-             "longcat_flash", "llama4", "phimoe", "minimax", "gemma4", *GRANITE_MOE)  # fmt: skip
+             "longcat_flash", "llama4", "phimoe", "minimax", "gemma4", "lfm2_moe", *GRANITE_MOE)  # fmt: skip
 FUSED = [kind for kind in EXPERTS if kind not in NOT_FUSED]
 """Families whose experts are named alike in a matrix each and in common tensors."""
+OF_LAYER_TYPES = ("laguna", "lfm2", "lfm2_moe")
+"""Families whose layers differ in their tensors by `layer_types`."""
 OF_THREE_LAYERS = ("glm4_moe_lite", "gpt_oss", "qwen2_moe", "qwen3_moe", "mimo_v2_flash")
-NO_HEAD_DIM = ("olmoe", "qwen2", "qwen2_moe", "dots1", "ernie4_5_moe", "phi3")
+NO_HEAD_DIM = ("olmoe", "qwen2", "qwen2_moe", "dots1", "ernie4_5_moe", "phi3", "lfm2", "lfm2_moe")
 NO_HEAD_DIM += ("cohere2", "flex_olmo", "granite", "granite_swa", "olmo2", "olmo3", "smollm3", *GRANITE_MOE)
 """Families whose heads divide the hidden size."""
 OWN_ROPE = (
@@ -91,6 +93,7 @@ OWN_ROPE = (
 )  # fmt: skip
 NO_BIAS = ("mistral", "mixtral", "qwen2", "minimax_m2", "gpt_oss", "ernie4_5", "ernie4_5_moe", "ministral3", *HYBRID)
 NO_BIAS += ("exaone4", "exaone_moe", "ministral", "glm", "glm4", "olmoe", "qwen2_moe", "nemotron_h", "phi3", "minimax")
+NO_BIAS += ("lfm2", "lfm2_moe")
 PARTIAL = ("glm", "glm4", "glm4_moe")
 """Families that rotate a part of each head."""
 FACTORS = ("full_attn", "linear_attn", "mlp")
@@ -167,6 +170,8 @@ def draw(kind: str, rng: random.Random) -> Shape:
         fields["block_size"] = rng.choice((8, 32))
     if kind == "llama4":
         _draw_llama4(rng, fields)
+    if kind in ("lfm2", "lfm2_moe"):
+        _draw_lfm2(kind, rng, fields)
     if kind in ("gemma2", "gemma3", "gemma4"):
         _draw_gemma(kind, rng, fields)
     if kind == "afmoe":
@@ -215,15 +220,15 @@ def draw(kind: str, rng: random.Random) -> Shape:
     if kind in ("qwen2", "qwen3") and rng.random() < 0.5:
         fields |= {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": rng.randint(0, layers)}
     shaping = [name for name in ("attention_bias", "mlp_bias", "mlp_layer_types") if fields.get(name, name[-1] == "s")]
-    tied = ("cohere", "ernie", "gemma", "granite_swa", "smollm3", "youtu")
+    tied = ("cohere", "ernie", "gemma", "granite_swa", "lfm2", "smollm3", "youtu")
     if fields.get("tie_word_embeddings", False) != kind.startswith(tied):
         shaping.append("tie_word_embeddings")
     if kind == "flint":
         shaping.append("mlp_only_layers")
-    if kind == "laguna":  # heads are those of a kind of layer
+    if kind in OF_LAYER_TYPES:
         shaping.append("layer_types")
     dropped = [name for name in DROPPED if rng.random() < 0.1 and name not in shaping]
-    nulled = [name for name in NULLED if rng.random() < 0.05 and (kind != "laguna" or name not in shaping)]
+    nulled = [name for name in NULLED if rng.random() < 0.05 and (kind not in OF_LAYER_TYPES or name not in shaping)]
     if kind not in NO_HEAD_DIM and kind not in NO_ODD_HIDDEN and rng.random() < 0.4:
         fields["hidden_size"] = rng.choice((34, 50, 66, 100, 130))
     stored: dict[str, Any] = {"dtype": rng.choice(DTYPES), "dialect": rng.choice(("hub", "hub", "transformers"))}
@@ -317,6 +322,26 @@ def _draw_laguna(rng: random.Random, fields: dict[str, Any]) -> None:
             known[1]: {"rope_theta": 1e4, "rope_type": "default"},
         },
     }  # fmt: skip
+
+
+def _draw_lfm2(kind: str, rng: random.Random, fields: dict[str, Any]) -> None:
+    """Convolutions in some or no layers, widths of dense layers by several fields."""
+    kinds = [rng.choice(("conv", "full_attention")) for _ in range(fields["num_hidden_layers"])]
+    kinds[rng.randrange(len(kinds))] = "full_attention"
+    fields |= {
+        "layer_types": kinds, "conv_L_cache": rng.choice((2, 3, 4)), "rms_norm_eps": None,
+        "norm_eps": rng.choice((1e-6, 1e-5, 1e-3)),
+    }  # fmt: skip
+    if kind == "lfm2":
+        fields |= {
+            "block_auto_adjust_ff_dim": rng.random() < 0.7, "block_multiple_of": rng.choice((1, 8, 24)),
+            "block_ffn_dim_multiplier": rng.choice((1.0, 1.3)),
+        }  # fmt: skip
+    else:
+        fields |= {
+            "num_dense_layers": rng.choice((0, 1, len(kinds))), "use_expert_bias": rng.random() < 0.7,
+            "norm_topk_prob": rng.random() < 0.7, "routed_scaling_factor": rng.choice((1.0, 2.5)),
+        }  # fmt: skip
 
 
 def _draw_phi3(rng: random.Random, fields: dict[str, Any]) -> None:

@@ -35,6 +35,7 @@ from tests.models.published import (
     GRANITE_SWA,
     K_EXAONE,
     KIMI_LINEAR,
+    LFM2_8B_A1B,
     LING_FLASH,
     LING_MINI,
     LLAMA,
@@ -506,6 +507,14 @@ SIZES: list[tuple[dict[str, Any], float, float]] = [
         7.62e9, 6.99e9,
     ),
     (AXK1, 519e9, 33e9),
+    (LFM2_8B_A1B, 8.34e9, 1.56e9),
+    (
+        {"architectures": ["Lfm2ForCausalLM"], "model_type": "lfm2", "hidden_size": 2048, "block_ff_dim": 12288}
+        | {"intermediate_size": 12288, "block_auto_adjust_ff_dim": True, "block_ffn_dim_multiplier": 1.0}
+        | {"block_multiple_of": 256, "full_attn_idxs": [2, 5, 8, 10, 12, 14], "num_hidden_layers": 16}
+        | {"num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 65536},
+        1.17e9, 1.17e9,
+    ),
     (GRANITE_SWA, 2.15e9, 2.15e9),
     (
         {"architectures": ["YoutuForCausalLM"], "model_type": "youtu", "hidden_size": 2048, "intermediate_size": 6144}

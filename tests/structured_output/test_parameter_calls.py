@@ -42,6 +42,7 @@ FORMS = (
     "dots",
     "gemma4",
     "olmo3",
+    "lfm2",
 )
 LEAVES: list[Any] = [
     {"type": "string"},
@@ -149,6 +150,7 @@ CALLS = {
     "</｜DSML｜parameter>\n</｜DSML｜invoke>\n</｜DSML｜function_calls>",
     "pythonic": '[weather(city="%s")]',
     "olmo3": '<function_calls>\nweather(city="%s")\n</function_calls>',
+    "lfm2": '<|tool_call_start|>[weather(city="%s")]<|tool_call_end|>',
     "gemma4": '<|tool_call>call:weather{city:<|"|>%s<|"|>}<tool_call|>',
     "hunyuan": "<tool_calls>\n<tool_call>weather<tool_sep>\n<arg_key>city</arg_key>\n<arg_value>%s</arg_value>\n"
     "</tool_call>\n</tool_calls>",

@@ -104,6 +104,13 @@ TEMPLATES: dict[str, tuple[str, str | None, str | None]] = {
     "Phi-4-mini": ("functools[{{ calls }}]", None, "phi4_mini_json"),
     "OLMo 3": ("<function_calls>\n{{ calls }}</function_calls>" + ASK, None, "olmo3"),
     "OLMo 3 Think": ("<function_calls>{{ calls }}" + BACK + ASK + "<think>", "deepseek-r1", "olmo3"),
+    "LFM2": ('"List of tools: <|tool_list_start|>["{{ tools }}<|tool_list_end|>' + ASK, None, "lfm2"),
+    "LFM2.5": (
+        'keep_past_thinking = keep_past_thinking "List of tools: [" content.split("</think>")[-1]' + ASK,
+        "qwen3",
+        "lfm2",
+    ),
+    "LFM2.5 with calls": ("<|tool_call_start|>[{{ calls }}]<|tool_call_end|>" + ASK, None, "lfm2"),
     "Gemma 4": ("<|tool_call>call:{{ name }}<|channel>thought\n<channel|>" + ASK, "gemma4", "gemma4"),
     "plain": ("{{ messages }}", None, None),
 }

@@ -154,7 +154,8 @@ static void write_rows(const char* x, int64_t x_token, int64_t x_head, const voi
 
 struct Router {
   int32_t experts, top_k, score;  // score: 0 softmax, 1 sigmoid, 2 square root of softplus, 3 SparseMixer
-  int32_t groups, topk_groups, group_score, renormalize;  // group_score: 0 none, 1 max, 2 top2
+  int32_t groups, topk_groups, group_score;  // group_score: 0 none, 1 max, 2 top2
+  float renormalize;       // added to the sum that divides the weights; 0: they are not divided
   float scale;
   int32_t bias_on_logits;  // the bias is added to the logits, not to the choice alone
   int32_t held;            // ids from here on become -1
@@ -313,7 +314,7 @@ static void choose(float* logits, const float* bias, const Router& r, float* roo
     total += weights[k];
   }
   for (int32_t k = 0; k < r.top_k; k++) {
-    if (r.renormalize) weights[k] /= total + 1e-20f;
+    if (r.renormalize > 0) weights[k] /= total + r.renormalize;
     weights[k] *= r.scale;
   }
 }

@@ -53,7 +53,15 @@ from moe_engine.tokenizer.tool_calls.objects import (
 )
 from moe_engine.tokenizer.tool_calls.pythonic import BEGIN as PYTHON_BEGIN
 from moe_engine.tokenizer.tool_calls.pythonic import END as PYTHON_END
-from moe_engine.tokenizer.tool_calls.pythonic import LINES_BEGIN, LINES_END, parse_lines, parse_pythonic
+from moe_engine.tokenizer.tool_calls.pythonic import (
+    LINES_BEGIN,
+    LINES_END,
+    TAGGED_BEGIN,
+    TAGGED_END,
+    parse_lines,
+    parse_pythonic,
+    parse_tagged_list,
+)
 from moe_engine.tokenizer.tool_calls.tagged import (
     DOTS,
     DSML,
@@ -250,6 +258,11 @@ _OLMO3 = ToolFormat(
     (LINES_BEGIN, LINES_END),
     replace(_PYTHONIC.syntax, begin=LINES_BEGIN, after_begin="\n", end=f"\n{LINES_END}", between="\n"),
 )
+_LFM2 = ToolFormat(
+    parse_tagged_list,
+    (TAGGED_BEGIN, TAGGED_END),
+    replace(_PYTHONIC.syntax, begin=TAGGED_BEGIN, after_begin="[", end=f"]{TAGGED_END}"),
+)
 
 
 def _dsml(block: str, mark: str = DSML) -> ToolFormat:
@@ -387,6 +400,7 @@ TOOL_FORMATS = {
     "pythonic": _PYTHONIC,
     "gemma4": _GEMMA4,
     "olmo3": _OLMO3,
+    "lfm2": _LFM2,
     "granite": ToolFormat(
         parse_granite, (LIST_BEGIN, *QWEN_MARKERS), _object_syntax(LIST_BEGIN, "[", "]", ", ", "arguments")
     ),

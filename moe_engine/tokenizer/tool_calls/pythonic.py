@@ -1,4 +1,5 @@
-"""Calls in Python: as a list ``[f(a=1), g(b="x")]`` (Llama 3.2 and 4), or one a line between tags (OLMo 3)."""
+"""Calls in Python: as a list ``[f(a=1), g(b="x")]`` (Llama 3.2 and 4; LFM2: between tags), or one a line between tags
+(OLMo 3)."""
 
 from __future__ import annotations
 
@@ -12,6 +13,7 @@ from moe_engine.tokenizer.tool_calls.call_reader import CallReader, Wait
 
 BEGIN, END = "<|python_start|>", "<|python_end|>"
 LINES_BEGIN, LINES_END = "<function_calls>", "</function_calls>"
+TAGGED_BEGIN, TAGGED_END = "<|tool_call_start|>", "<|tool_call_end|>"
 MAX_LENGTH = 1 << 20
 _FIRST = re.compile(r"\[\s*([\w.]+)\(")
 """The name of the first call in a list."""
@@ -57,28 +59,60 @@ def _parse_enforced(reader: CallReader) -> Wait[None]:
 
 def parse_lines(reader: CallReader) -> Wait[None]:
     """``<function_calls>``, a call on each line, ``</function_calls>``; constants may be JSON's."""
-    if reader.content_is_json and not (yield from reader.at(LINES_BEGIN)):
+    yield from _between_tags(reader, LINES_BEGIN, LINES_END)
+
+
+def parse_tagged_list(reader: CallReader) -> Wait[None]:
+    """``<|tool_call_start|>[f(a=1), g()]<|tool_call_end|>``; calls may be JSON objects too."""
+    yield from _between_tags(reader, TAGGED_BEGIN, TAGGED_END)
+
+
+def _between_tags(reader: CallReader, begin: str, end: str) -> Wait[None]:
+    if reader.content_is_json and not (yield from reader.at(begin)):
         yield from reader.rest()
-    while (yield from reader.until((LINES_BEGIN,), reader.plain)):
+    while (yield from reader.until((begin,), reader.plain)):
         if reader.is_json:
-            while not (yield from reader.take(LINES_END)):
+            yield from reader.take("[")
+            while not (yield from reader.take(end)):
                 space = yield from reader.space()
                 if not (name := (yield from _name_of_call(reader, space))):
                     break
                 yield from _enforced_call(reader, name)
                 yield from reader.space()
+                if not (yield from reader.take(",")):
+                    yield from reader.take("]")
         else:
             parts: list[str] = []
-            marker = yield from reader.until((LINES_END,), parts.append)
+            marker = yield from reader.until((end,), parts.append)
             text = "".join(parts)
-            calls = _calls(f"[{text}]") or _calls(f"[{','.join(filter(str.strip, text.splitlines()))}]")
+            calls = _calls_of(text)
             if calls is None:
-                reader.no_call(LINES_BEGIN + text + marker)
+                reader.no_call(begin + text + marker)
             for name, arguments in calls or ():
                 reader.open(name)
                 reader.arguments(json.dumps(arguments, ensure_ascii=False))
                 reader.close()
-        yield from reader.space_behind((LINES_BEGIN,))
+        yield from reader.space_behind((begin,))
+
+
+def _calls_of(text: str) -> list[tuple[str, dict[str, Any]]] | None:
+    """As `_calls`, of a text between tags: a list, calls with commas or on a line each, or JSON objects."""
+    lines = ",".join(filter(str.strip, text.splitlines()))
+    return _calls(text) or _calls(f"[{text}]") or _calls(f"[{lines}]") or _objects(text)
+
+
+def _objects(text: str) -> list[tuple[str, dict[str, Any]]] | None:
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    calls = []
+    for call in found if isinstance(found, list) else [found]:
+        name, arguments = (call.get("name"), call.get("arguments", {})) if isinstance(call, dict) else (None, None)
+        if not isinstance(name, str) or not isinstance(arguments, dict):
+            return None
+        calls.append((name, arguments))
+    return calls or None
 
 
 def _name_of_call(reader: CallReader, before: str) -> Wait[str]:

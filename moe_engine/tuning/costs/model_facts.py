@@ -24,6 +24,7 @@ from moe_engine.models.config_parsers.granite import granite_facts, granite_swa_
 from moe_engine.models.config_parsers.hunyuan import hunyuan_moe_fields
 from moe_engine.models.config_parsers.kimi_linear import kimi_linear_fields
 from moe_engine.models.config_parsers.laguna import laguna_fields
+from moe_engine.models.config_parsers.lfm2 import lfm2_fields
 from moe_engine.models.config_parsers.llama4 import llama4_facts
 from moe_engine.models.config_parsers.longcat import longcat_facts
 from moe_engine.models.config_parsers.mimo import mimo_fields
@@ -65,6 +66,7 @@ _COMPLETED = {
     "bailing_hybrid": bailing_fields, "glm5_next_text": glm5_next_fields, "glm5_next": glm5_next_fields,
     "qwen4_exp_text": qwen4_exp_fields, "qwen4_exp": qwen4_exp_fields,
     "step3p5": step_fields, "step3p7": step_fields, "nemotron_h": _nemotron_fields,
+    **dict.fromkeys(("lfm2", "lfm2_moe"), lfm2_fields),
     "longcat_flash": longcat_facts, "laguna": laguna_fields, "afmoe": afmoe_fields,
     "llama4_text": llama4_facts, "gemma2": gemma2_fields, "gemma3_text": gemma_fields, "gemma4_text": gemma4_fields,
     "olmo3": olmo3_fields, "exaone4": exaone4_fields, "exaone_moe": exaone_moe_fields,
@@ -83,10 +85,10 @@ _HEADS = ("num_key_value_heads", "num_attention_heads")
 CACHED_STATE_BYTES = 4
 """Bytes of a number in the state of a linear-attention layer: float32."""
 
-GROUPED, LATENT, INDEXER, GATE, LINEAR, MLP, ROUTED = 6, 8, 5, 2, 6, 3, 5
+GROUPED, LATENT, INDEXER, GATE, LINEAR, CONV, MLP, ROUTED = 6, 8, 5, 2, 6, 4, 3, 5
 """Kernels of a decode step in a layer, without messages, as `benchmarks.step_costs` counts those of this engine: GQA,
-MLA, the indexer of sparse attention in addition to MLA, an output gate by a projection of its own, Gated DeltaNet,
-dense layer or shared experts, routed experts with their router."""
+MLA, the indexer of sparse attention in addition to MLA, an output gate by a projection of its own, Gated DeltaNet, a
+short convolution, dense layer or shared experts, routed experts with their router."""
 
 ROTATED = 2
 """More kernels of lightning attention with norms and rotation of q and k, and norms of several groups of heads."""
@@ -460,7 +462,11 @@ def _with_gates(fields: Fields, hidden: int, plain: AttentionFacts) -> Attention
 
 
 def _linear(fields: Fields, hidden: int, layers: int) -> AttentionFacts:
-    """Layers with a state of fixed size (Gated DeltaNet): key heads x key width, value heads x value width."""
+    """Layers with a state of fixed size: key heads x key width, value heads x value width (Gated DeltaNet), or the last
+    inputs of a convolution, in 16 bits (LFM2)."""
+    if fields.has("conv_L_cache"):
+        last = (fields.integer("conv_L_cache") - 1) * hidden // 2
+        return AttentionFacts(layers, 4 * hidden * hidden, 0, CONV, state_numbers=last)
     if not fields.has("linear_num_value_heads"):
         raise ConfigError(f"{fields.source}: layer_types has layers that the planner does not know; remove them")
     keys = fields.integer("linear_num_key_heads") * fields.integer("linear_key_head_dim")

@@ -91,6 +91,8 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
     "ling_v2_5-groups": {"num_attention_heads": 8, "num_kv_heads_for_linear_attn": 8, "group_norm_size": 4},
     # additive states, experts without gates, mixers without a feed-forward after them
     "nemotron_h": {"n_groups": 4, "num_mtp_layers": 1},
+    "lfm2": {},  # channels of convolutions
+    "lfm2_moe": {},
     "longcat_flash": {
         "num_hidden_layers": 2,
         "num_mtp_layers": 1,

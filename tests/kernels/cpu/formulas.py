@@ -141,7 +141,7 @@ def routed_weights(x: Tensor, gate: Tensor, bias: Tensor | None, spec: RouterSpe
     ids = choice.topk(spec.top_k, -1).indices
     weights = scores.gather(-1, ids)
     if spec.renormalize:
-        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+        weights = weights / (weights.sum(-1, keepdim=True) + spec.sum_eps)
     return torch.zeros_like(scores).scatter_(-1, ids, weights * spec.scale)
 
 

@@ -75,12 +75,14 @@ MODELS = (
     "minimax-m3", "llama-8b-awq", "llama-8b-row-fp8", "v3-row-fp8", "glm-5.3-flash", "glm-5.2", "qwen3.8",
     "kimi-linear", "nemotron-3", "ling-flash", "longcat-flash", "qwen-3.8-flash-next", "kimi-k3",
     "llama-4-scout", "k-exaone", "flint", "axk1", "command-a-plus", "gemma-2", "granite-swa",
+    "lfm2-8b-a1b",
 )  # fmt: skip
 """Of `served_models`, which imports Triton."""
 LAUNCHED = {
     "gpt-oss-120b": {"paged_kernel", "grouped_rows_kernel"},
     "v4-flash": {"compress_kernel", "scores_kernel", "select_kernel", "latent_kernel"},
     "v41-flash": {"pair_kernel", "block_maxima_kernel", "ngram_add_kernel", "round_rows_kernel"},
+    "lfm2-8b-a1b": {"long_conv_kernel", "conv_states_kernel", "short_conv_kernel"},
     "qwen-3.8-flash-next": {"mix_long_kernel", "mean_keys_kernel", "paged_kernel", "delta_kernel"},
 }  # fmt: skip
 """Some kernels of layers that are not the first of their model."""

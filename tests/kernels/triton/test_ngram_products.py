@@ -11,39 +11,10 @@ from torch import Tensor
 
 from moe_engine.kernels.delta.protocol import StateRuns
 from moe_engine.kernels.ops import ngram_products as in_torch
+from tests.kernels.convolutions import NUM_ROWS, decodes, drafts, prompts
 
 triton_products = pytest.importorskip("moe_engine.kernels.ops.triton_ngram_products", reason="needs triton")
 dtypes = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
-ROWS = 14
-
-
-def prompts() -> StateRuns:
-    """Runs shorter and longer than what a state keeps, with states stored within them; each also stores the row that it
-    reads, last, or none."""
-    lens = [1, 2, random.randint(17, 30), 4, 7]
-    stored = [(1,), (), (3, 9, lens[2]), (1, 2, 3, 4), (7,)]
-    reads = random.sample(range(5), 5)
-    rows, begin, free = torch.full((sum(lens),), -1), 0, iter(random.sample(range(5, ROWS), 9))
-    for length, own, read in zip(lens, stored, reads):
-        for place in own:
-            rows[begin + place - 1] = read if place == length and len(own) != 4 else next(free)
-        begin += length
-    starts = torch.tensor([0, *lens], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-    return StateRuns(lens, starts, torch.tensor(reads), stored, rows)
-
-
-def drafts() -> StateRuns:
-    """Each token's state in a row of its own."""
-    rows = torch.tensor(random.sample(range(4, ROWS), 9))
-    starts = torch.tensor([0, 3, 6, 9], dtype=torch.int32)
-    return StateRuns([3] * 3, starts, torch.tensor(random.sample(range(4), 3)), [(1, 2, 3)] * 3, rows)
-
-
-def decodes() -> StateRuns:
-    rows = torch.tensor(random.sample(range(ROWS), 5))
-    return StateRuns.plain([1] * 5, rows)
-
-
 forms = pytest.mark.parametrize("form", [prompts, drafts, decodes], ids=lambda form: form.__name__)
 
 
@@ -56,7 +27,7 @@ def test_ids(form: object, longest: int, monkeypatch: pytest.MonkeyPatch) -> Non
     runs: StateRuns = form()  # type: ignore[operator]
     tokens, end = torch.randint(0, 6, (runs.num_tokens,)), 3
     tokens[random.randrange(len(tokens))] = (1 << 24) - 1
-    states = torch.randint(0, 6, (ROWS, longest - 1, 1)).float()
+    states = torch.randint(0, 6, (NUM_ROWS, longest - 1, 1)).float()
     one, other = states.clone(), states.clone()
     want, got = in_torch.ids(tokens, one, runs, end), triton_products.ids(tokens, other, runs, end)
     assert torch.equal(want, got) and torch.equal(one, other) and not torch.equal(one, states)
@@ -89,7 +60,7 @@ def test_mixed_products(form: object, taps: int, apart: int, dtype: torch.dtype)
     runs: StateRuns = form()  # type: ignore[operator]
     tokens, wide, bound = runs.num_tokens, random.choice((90, 1100)), 2e-2 if dtype == torch.bfloat16 else 1e-5
     gated, normed = (torch.randn(tokens, wide).to(dtype) for _ in range(2))
-    kept = torch.randn(ROWS, (taps - 1) * apart, wide).to(dtype)
+    kept = torch.randn(NUM_ROWS, (taps - 1) * apart, wide).to(dtype)
     residual, weights = torch.randn(tokens, wide + 4).to(dtype), torch.randn(taps, wide)
     states: list[Tensor] = [kept.clone(), kept.clone()]
     summed = [residual.clone(), residual.clone()]

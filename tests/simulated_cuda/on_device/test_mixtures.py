@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from moe_engine.kernels.delta import triton_delta
+from moe_engine.kernels.ops import triton_short_conv
 from tests.engine.harness import Scripted
 from tests.models.checkpoints import make_checkpoint
 from tests.models.ling_v2_5 import make_ling
@@ -75,6 +76,22 @@ def test_captured_steps_of_lightning_attention(kind: str, tmp_path: Path, monkey
     assert launched >= {"delta_kernel", "additive_kernel", "states_kernel"}
     assert not launched & {"conv_update_kernel", "conv_kernel", "group_norm_kernel"}
     assert kind == "minimax" or {"grouped_rows_kernel", "gate_heads_kernel"} <= launched
+
+
+@pytest.mark.drawn(1)
+@pytest.mark.parametrize("kind", ["lfm2", "lfm2_moe"])
+def test_captured_steps_of_convolutions(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """States in chunks, of which a prefix is cached, and in replayed decodes; runs of both kinds."""
+    sometimes_warm(monkeypatch)
+    monkeypatch.setattr(triton_short_conv, "SHORT", 3)
+    path = make_checkpoint(kind, tmp_path / "model", 5)
+    requests = [Scripted(f"r{i}", [*range(5, 11), 20, i], 3, 3 * i, sampling=GREEDY) for i in range(2)]
+    both = {"max_mamba_cache_size": 8, "max_running_requests": 3, "context_length": 24, "chunked_prefill_size": 4}
+    kernels.launches.clear()
+    found = compared(path, tmp_path, requests, both, cuda_graph_bs_decode="2", **FEW | {"ops_backend": "triton"})
+    assert found.num_graphs and found.waits == []
+    assert found.answers["r1"].cached_tokens > 0
+    assert set(kernels.launches) >= {"short_conv_kernel", "long_conv_kernel", "conv_states_kernel"}
 
 
 @pytest.mark.drawn(1)
