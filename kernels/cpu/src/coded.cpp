@@ -1,10 +1,11 @@
-// Products with coded weights: a group's sum is multiplied by its scale. Codes become floats in registers; with VNNI
-// and bf16 rows see coded_integers.h, of many rows with AMX coded_tiles.h and coded_floats.h.
+// Products with coded weights: a group's sum is multiplied by its scale. Codes become floats in registers; of bf16 rows
+// with VNNI see coded_integers.h, with AVX2 coded_words.h, of many rows with AMX coded_tiles.h and coded_floats.h.
 //
 // Legend: M rows, K in-features, N out-features, G groups, MR x NR rows x panels of a tile.
 #include "coded.h"
 
 #include "coded_tiles.h"
+#include "coded_words.h"
 #include "decoded.h"
 
 namespace moe {
@@ -206,7 +207,7 @@ static void coded(const Coding& form, const char* x, int64_t ldx, int64_t m, int
 
 template <class T>
 const char* coded_rows(const Coding& form, const void* x, int64_t* ldx, int64_t m, int64_t k, Purpose purpose) {
-#if defined(MOE_VNNI)
+#if defined(MOE_INTEGERS)
   if constexpr (sizeof(T) == 2) return integer_rows(form, x, ldx, m, k, purpose);
 #endif
   (void)form, (void)ldx, (void)m, (void)k, (void)purpose;
@@ -216,7 +217,7 @@ const char* coded_rows(const Coding& form, const void* x, int64_t* ldx, int64_t 
 template const char* coded_rows<float>(const Coding&, const void*, int64_t*, int64_t, int64_t, Purpose);
 template const char* coded_rows<bf16>(const Coding&, const void*, int64_t*, int64_t, int64_t, Purpose);
 
-#if defined(MOE_VNNI)
+#if defined(MOE_INTEGERS)
 template <int BITS>
 static void integer_product(const Coding& form, const char* x, int64_t ldx, int64_t m, int64_t k, const char* panels,
                             int64_t count, const char* next, float* c, int64_t ldc) {
@@ -239,7 +240,7 @@ template <class T>
 void coded_product(const Coding& form, const void* x, int64_t ldx, int64_t m, int64_t k, const char* panels,
                    int64_t count, const char* next, float* c, int64_t ldc) {
   const char* rows = static_cast<const char*>(x);
-#if defined(MOE_VNNI)
+#if defined(MOE_INTEGERS)
   if constexpr (sizeof(T) == 2) {
     const auto run = form.bits == 4 ? integer_product<4> : integer_product<8>;
     return run(form, rows, ldx, m, k, panels, count, next, c, ldc);

@@ -6,7 +6,7 @@
 // scales' factors and 16 with the offsets' instead, and after all groups come 16 scales and 16 offsets (float16) for
 // each `factors` groups.
 //
-// With AVX512-VNNI bf16 rows are multiplied as integers of 16 bits with a scale for each block of at most 128 elements,
+// With AVX512-VNNI and AVX2 bf16 rows are multiplied as integers of 16 bits with a scale for each block of at most 128 elements,
 // which is more exact than bf16 itself for elements near the largest of a block. Else codes become floats.
 // With AMX many rows are multiplied by tiles, from the same panels: codes become bytes in a thread's scratch memory.
 #pragma once

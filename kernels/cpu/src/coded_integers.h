@@ -5,47 +5,16 @@
 // multiplied by coded_floats.h, K bf16 of 256 high and K of low follow.
 #pragma once
 
-#include "coded_parts.h"
+#include "coded_blocks.h"
 
 #if defined(MOE_AVX512) && defined(__AVX512VNNI__)
 #define MOE_VNNI 1
+#define MOE_INTEGERS 1
 
 namespace moe {
 
-constexpr int64_t MOST_BLOCK = 128;
 constexpr int64_t AHEAD = 1024;      // prefetch distance of a single panel in bytes
 constexpr int64_t FAR_AHEAD = 4096;  // the same where streams are short: the processor's own prefetching starts late
-constexpr float LARGEST = 32639.f;  // 127 * 256 + 127
-
-// Elements with a common scale: the largest power of two that divides the group, at most 128.
-inline int64_t block_of(const Coding& form) { return std::min(form.group & -form.group, MOST_BLOCK); }
-
-// Integer values of codes, times `unit` their values: a code's byte is `offset` more, and unsigned.
-struct IntegerTable {
-  __m512i bytes;
-  float unit = 1.f;
-  int32_t offset, most;  // most: the largest magnitude of a value
-  bool looked_up = false;
-
-  explicit IntegerTable(const Coding& form) : bytes(_mm512_setzero_si512()) {
-    offset = form.bits == 8 ? 128 : int32_t(-form.table[0]), most = form.bits == 8 ? 128 : 15;
-    if (form.bits == 8 || form.table[1] == form.table[0] + 1.f) return;
-    // FP4: halves from -6 to 6; else integers from -127
-    const bool halves = form.table[1] == 0.5f;
-    looked_up = true, unit = halves ? 0.5f : 1.f, offset = most = halves ? 12 : 127;
-    alignas(16) uint8_t codes[16];
-    for (int i = 0; i < 16; i++) codes[i] = uint8_t(int32_t(form.table[i] / unit) + offset);
-    bytes = _mm512_broadcast_i32x4(_mm_load_si128(reinterpret_cast<const __m128i*>(codes)));
-  }
-};
-
-// A block of a row: its scale, the sum of its group's elements up to its end, and the block's integer sum for an
-// element 0: codes are unsigned, and the sum is that of the signed values.
-struct RowBlock {
-  float scale, total;
-  int32_t start;
-};
-inline const RowBlock* blocks_of(const char* row, int64_t k) { return reinterpret_cast<const RowBlock*>(row + 2 * k); }
 inline int64_t floats_at(int64_t k, int64_t block) {
   return ceil_div(2 * k + int64_t(sizeof(RowBlock)) * (k / block), 64) * 64;
 }
@@ -90,22 +59,17 @@ static void float_row(const char* row, int64_t k, char* out);
 
 static const char* integer_rows(const Coding& form, const void* x, int64_t* ldx, int64_t m, int64_t k,
                                 Purpose purpose) {
-  const int64_t block = block_of(form), stride = row_bytes(form, m, k), from = *ldx;
+  const int64_t block = block_of(form);
   const int32_t offset = IntegerTable(form).offset;
-  char* out = scratch<char>(purpose, m * stride);
-  auto convert = [&](int64_t first, int64_t last) {
-    for (int64_t i = first; i < last; i++) {
-      integer_row(reinterpret_cast<const bf16*>(static_cast<const char*>(x) + i * from), k, block, form.group / block,
-                  offset, out + i * stride);
-      if (by_floats(form, m)) float_row(out + i * stride, k, out + i * stride + floats_at(k, block));
-    }
-  };
-  if (purpose == SHARED_ROWS)
-    parallel_ranges(m, double(k) * 0.5, convert);
-  else  // in a task
-    convert(0, m);
-  *ldx = stride;
-  return out;
+  return converted_rows(x, ldx, m, k, row_bytes(form, m, k), purpose, [&](const bf16* row, char* out) {
+    integer_row(row, k, block, form.group / block, offset, out);
+    if (by_floats(form, m)) float_row(out, k, out + floats_at(k, block));
+  });
+}
+
+// The values of codes, in each 128 bits.
+static INLINE __m512i lookup(const IntegerTable& table) {
+  return _mm512_broadcast_i32x4(_mm_load_si128(reinterpret_cast<const __m128i*>(table.bytes)));
 }
 
 static INLINE __m512i quad(const char* p) {
@@ -127,41 +91,12 @@ static INLINE void take(const char* p, bool looked_up, __m512i table, __m512i* l
   }
 }
 
-// a - b * c, rounded once.
-static INLINE F16 minus(const F16& a, const F16& b, const F16& c) {
-  F16 r;
-  r.v[0] = (vf)_mm512_fnmadd_ps((__m512)b.v[0], (__m512)c.v[0], (__m512)a.v[0]);
-  return r;
-}
-
-// Adds the sum of a row's group, by the group's scale and zero point. No operation is left to the compiler's choice of
-// instructions: all kernels give the same bits.
-struct GroupScale {
-  F16 scale, zeros;
-  bool offsets, factors;
-
-  // `end`: of the group's codes in a panel.
-  INLINE GroupScale(const Coding& form, float unit, const char* end, const char* panel, int64_t k, int64_t g)
-      : offsets(form.has_zeros || form.factors), factors(form.factors != 0) {
-    if (factors) {
-      load_factors(end, panel + form.pairs_at(k) + g / form.factors * PAIR_BYTES, &scale, &zeros);
-    } else {
-      scale = load_scales(end, form.scale_type) * set1(unit);
-      if (offsets) zeros = load_bytes(end + LANES * form.scale_bytes()) - set1(form.bits == 8 ? 128.f : 0.f);
-    }
-  }
-  INLINE F16 add(const F16& part, const float* sum, const F16& total) const {
-    if (!offsets) return fma(scale, part, total);
-    const F16 all = set1(*sum);
-    return factors ? minus(fma(scale, part, total), zeros, all) : fma(scale, minus(part, zeros, all), total);
-  }
-};
-
 template <int BITS, int MR, int NR>
 __attribute__((noinline)) static void integer_tile(const Coding& form, const char* x, int64_t ldx, int64_t k,
                                                    const char* panels, int64_t panel, const char* next, float* c,
                                                    int64_t ldc) {
   const IntegerTable table(form);
+  const __m512i bytes = lookup(table);
   const PanelAhead lines(panel, panels, next);
   const int64_t block = block_of(form), in_group = form.group / block;
   const int64_t step = OCTET * LANES * BITS / 8, codes = form.code_bytes(), group_bytes = form.group_bytes();
@@ -189,7 +124,7 @@ __attribute__((noinline)) static void integer_tile(const Coding& form, const cha
         const char* ahead = p + lines.from(p - panels);
 #pragma GCC unroll 4
         for (int n = 0; n < NR; n++) {
-          take<BITS>(p + n * panel, table.looked_up, table.bytes, &first[n], &second[n]);
+          take<BITS>(p + n * panel, table.looked_up, bytes, &first[n], &second[n]);
           __builtin_prefetch(ahead + n * panel, 0, 2);
           if (BITS == 8) __builtin_prefetch(ahead + n * panel + 64, 0, 2);
         }
@@ -234,6 +169,7 @@ __attribute__((noinline)) static void integer_panel(const Coding& form, const ch
                                                     int64_t left, const char* next, int64_t far, float* c) {
   constexpr int64_t STEP = OCTET * LANES * BITS / 8;
   const IntegerTable table(form);
+  const __m512i bytes = lookup(table);
   const int64_t in_group = form.group / BLOCK, codes = form.code_bytes(), group_bytes = form.group_bytes();
   const RowBlock* blocks = blocks_of(x, k);
   F16 total = zero();
@@ -248,7 +184,7 @@ __attribute__((noinline)) static void integer_panel(const Coding& form, const ch
 #pragma GCC unroll 16
       for (int64_t j = 0; j < BLOCK / OCTET; j++) {
         __m512i first, second;
-        take<BITS>(p + j * STEP, table.looked_up, table.bytes, &first, &second);
+        take<BITS>(p + j * STEP, table.looked_up, bytes, &first, &second);
         __builtin_prefetch(ahead + j * STEP, 0, 2);
         if (BITS == 8) __builtin_prefetch(ahead + j * STEP + 64, 0, 2);
         const char* at = row + j * OCTET;

@@ -36,12 +36,12 @@ template <int BITS>
 static void expand(const Blocks& blocks, const IntegerTable& table, const char* panel, int64_t first, int64_t last,
                    int64_t ahead, char* out) {
   constexpr int64_t STEP = OCTET * LANES * BITS / 8;
-  const __m512i offset = _mm512_set1_epi8(char(table.offset));
+  const __m512i offset = _mm512_set1_epi8(char(table.offset)), bytes = lookup(table);
   for (int64_t b = first; b < last; b++) {
     const char* p = panel + blocks.at(b);
     for (int64_t j = 0; j < blocks.size; j += OCTET, p += STEP, out += 128) {
       __m512i low, high;
-      take<BITS>(p, table.looked_up, table.bytes, &low, &high);
+      take<BITS>(p, table.looked_up, bytes, &low, &high);
       __builtin_prefetch(p + ahead, 0, 2);
       if (BITS == 8) __builtin_prefetch(p + ahead + 64, 0, 2);
       _mm512_store_si512(out, _mm512_sub_epi8(low, offset));
