@@ -37,6 +37,7 @@ from moe_engine.tokenizer.deepseek_v41 import load_deepseek_v41
 from moe_engine.tokenizer.kimi_k3 import load_kimi_k3
 from moe_engine.tokenizer.message_forms import continued_fields, message_forms
 from moe_engine.tokenizer.template_formats import reasoning_format, tool_format
+from moe_engine.tokenizer.tool_calls.name_lines import with_observations
 
 _LOOPS_OVER_CONTENT = re.compile(r"\{%-?\s*for\s[^%]*?\bin\s([^%]*?(\.content|\[['\"]content['\"]\])|content\s*-?%)")
 
@@ -92,6 +93,7 @@ class ChatTemplate(ChatEncoder):
             raise ConfigError(f"chat template, line {exc.lineno}: {exc.message}") from exc
         self._wants_parts = {name: bool(_LOOPS_OVER_CONTENT.search(text)) for name, text in sources.items()}
         self._knows_developer = {name: "developer" in text for name, text in sources.items()}
+        self._observes = {name: tool_format(text) == "glm4" for name, text in sources.items()}
         self._sources = sources
         self._special_tokens = dict(special_tokens or {})
 
@@ -132,6 +134,8 @@ class ChatTemplate(ChatEncoder):
         if not self._knows_developer[name]:
             messages = [_as_system(m) for m in messages]
         prepared = [prepare_message(m, keep_parts=self._wants_parts[name]) for m in messages]
+        if self._observes[name]:
+            prepared = with_observations(prepared)
         template, failure = self._templates[name], None
         _DEADLINE.set(time.thread_time() + RENDER_SECONDS + MESSAGE_SECONDS * len(prepared))
         try:

@@ -25,6 +25,8 @@ _TOOLS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("hunyuan_a13b", ("<tool_calls>",)),
     ("dots", ("<dots_function_call>",)),
     ("glm", ("<arg_key>",)),
+    ("glm4", ("# 可用工具", "'metadata'")),
+    ("glm4", ("# 可用工具", '"metadata"')),
     ("seed_oss", ("<seed:tool_call>",)),
     ("qwen3_coder", ("<function=", "<parameter=")),
     ("longcat", ("<longcat_tool_call>",)),

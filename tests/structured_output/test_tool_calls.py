@@ -87,7 +87,7 @@ def parse(tokenizer: Tokenizer, ids: list[int], form: str, content: bool = False
     return shown, [(name, json.loads(arguments)) for name, arguments in calls]
 
 
-@pytest.mark.parametrize("form", SYNTAX)
+@pytest.mark.parametrize("form", [*SYNTAX, "glm4"])
 @pytest.mark.parametrize("several", [True, False])
 def test_random_outputs_are_calls(backend: GrammarBackend, tokenizer: Tokenizer, form: str, several: bool) -> None:
     rng = random.Random(random.randrange(1 << 30))

@@ -54,6 +54,27 @@ def test_arguments_reach_templates_of_both_kinds():
     assert wants_object.render([message]) == '{"a": 1}'
 
 
+def test_calls_reach_a_template_of_observations():
+    """GLM-4-0414: calls are messages with the name as metadata, results observations; others stay as they are."""
+    source = (
+        "{% if tools %}# 可用工具{% endif %}{% for m in messages %}<|{{ m.role }}|>{{ m.get('metadata', '') }}\n"
+        "{{ m.content }}{% endfor %}"
+    )
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": "é"}'}}
+    other = {**call, "function": {"name": "g", "arguments": {}}}
+    asked = [
+        USER, {"role": "assistant", "content": "Look.", "tool_calls": [call, other]},
+        {"role": "tool", "tool_call_id": "1", "content": "5"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+    ]  # fmt: skip
+    assert ChatTemplate(source).render(asked) == (
+        '<|user|>\nhi<|assistant|>\nLook.<|assistant|>f\n{"a": "é"}<|assistant|>g\n{}<|observation|>\n5'
+        '<|assistant|>f\n{"a": "é"}'
+    )
+    plain = ChatTemplate("{% for m in messages %}<|{{ m.role }}|>{{ m.tool_calls|length }}{% endfor %}")
+    assert plain.render(asked[1:3]) == "<|assistant|>2<|tool|>0"
+
+
 def test_helpers():
     assert ChatTemplate("{{ strftime_now('%Y') }}").render([USER]).isdigit()
     assert (

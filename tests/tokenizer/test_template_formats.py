@@ -104,6 +104,7 @@ TEMPLATES: dict[str, tuple[str, str | None, str | None]] = {
     "Phi-4-mini": ("functools[{{ calls }}]", None, "phi4_mini_json"),
     "OLMo 3": ("<function_calls>\n{{ calls }}</function_calls>" + ASK, None, "olmo3"),
     "OLMo 3 Think": ("<function_calls>{{ calls }}" + BACK + ASK + "<think>", "deepseek-r1", "olmo3"),
+    "GLM-4-0414": ('# 可用工具 {{ message.get("metadata", "") }}<|observation|>' + ASK, None, "glm4"),
     "LFM2": ('"List of tools: <|tool_list_start|>["{{ tools }}<|tool_list_end|>' + ASK, None, "lfm2"),
     "LFM2.5": (
         'keep_past_thinking = keep_past_thinking "List of tools: [" content.split("</think>")[-1]' + ASK,

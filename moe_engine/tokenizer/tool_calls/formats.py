@@ -16,6 +16,7 @@ from moe_engine.tokenizer.tool_calls.gemma import CALL as GEMMA_CALL
 from moe_engine.tokenizer.tool_calls.gemma import END as GEMMA_END
 from moe_engine.tokenizer.tool_calls.gemma import QUOTE, parse_gemma
 from moe_engine.tokenizer.tool_calls.harmony import parse_harmony
+from moe_engine.tokenizer.tool_calls.name_lines import TURN, parse_name_lines
 from moe_engine.tokenizer.tool_calls.named import (
     CALL_BEGIN,
     CALL_END,
@@ -353,6 +354,7 @@ TOOL_FORMATS = {
     ),
     "kimi_k3": _kimi_k3(),
     "glm": _GLM,
+    "glm4": ToolFormat(parse_name_lines, (TURN,), CallSyntax("", "", "", TURN, "", "\n", ""), enforces_strict=False),
     "glm45": _GLM,
     "glm47": _GLM,
     "poolside_v1": _GLM,
