@@ -26,7 +26,7 @@ from moe_engine.models.drafts.stream_block import StreamBlock
 from moe_engine.models.dummy_weights import DummyReader
 from moe_engine.models.eagle_config import HeadConfig, names_outside_head
 from moe_engine.models.layers.decoder import Decoder
-from moe_engine.models.layers.moe import MoE
+from moe_engine.models.layers.feed_forward.moe import MoE
 from moe_engine.models.read_ahead import Prefetch
 from moe_engine.models.tensors.model import names_outside_model, names_outside_mtp
 from moe_engine.models.weights import ReadFiles, WeightReader, WeightSource

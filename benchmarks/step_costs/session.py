@@ -271,7 +271,7 @@ def _without_compiling() -> None:
 def _with_one_expert() -> None:
     """Fills one expert of a layer. Experts have no values here; packed codes are integers, which the device computes:
     those of all experts would take minutes, and as much memory as on a GPU."""
-    from moe_engine.models.layers.stored_experts import StoredExperts
+    from moe_engine.models.layers.feed_forward.stored_experts import StoredExperts
 
     fill = StoredExperts.fill
 
@@ -286,7 +286,7 @@ def _watch_layers(recorder: Any) -> None:
     from benchmarks.step_costs.recorder import DRAFT, NGRAMS, OUTSIDE
     from moe_engine.models.drafts.mtp import MTPLayers
     from moe_engine.models.layers.decoder import Decoder
-    from moe_engine.models.layers.engram import EngramNorm
+    from moe_engine.models.layers.residual.engram import EngramNorm
 
     place = "_at_layer"
 

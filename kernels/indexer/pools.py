@@ -92,7 +92,7 @@ class PoolKernels:
     count: CountPools
     place: PlacePools
     write_means: WriteMeans | None = None
-    """None: by other operations (`models.layers.pooled_gqa`)."""
+    """None: by other operations (`models.layers.attention.pooled_gqa`)."""
 
 
 def write(

@@ -217,7 +217,7 @@ class StreamsConfig:
 
     @property
     def ngram(self) -> int:
-        """Ids of tokens that the residual carries, see `models.layers.engram`."""
+        """Ids of tokens that the residual carries, see `models.layers.residual.engram`."""
         return 0 if self.engram is None or self.rank else self.engram.longest
 
     @property

@@ -1,7 +1,7 @@
 """Tables of n-grams (Engram, DeepSeek V4.1; Qwen3.8-Flash-Next): which rows of a table the last tokens choose. Imports
 no torch.
 
-Sources: transformers' `modeling_deepseek_v41.py` and `modeling_qwen4_exp.py`; SGLang's `layers/engram.py`.
+Sources: transformers' `modeling_deepseek_v41.py` and `modeling_qwen4_exp.py`; SGLang's `layers/residual/engram.py`.
 """
 
 from __future__ import annotations

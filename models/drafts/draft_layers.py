@@ -11,8 +11,8 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from moe_engine.models.batch import ForwardBatch
+from moe_engine.models.layers.attention.sparse_chunks import SharedSelection
 from moe_engine.models.layers.decoder import Decoder, Reloadable
-from moe_engine.models.layers.sparse_chunks import SharedSelection
 from moe_engine.parallel.step_sizes import StepSizes
 
 

@@ -15,14 +15,14 @@ from moe_engine.kernels.backends import Backends
 from moe_engine.models.batch import ForwardBatch
 from moe_engine.models.config import MLAConfig, ModelConfig
 from moe_engine.models.eagle_config import LAYERS
-from moe_engine.models.layers.axis_rows import AxisRows
+from moe_engine.models.layers.attention.axis_rows import AxisRows
+from moe_engine.models.layers.attention.gqa import GQAttention, group_inputs
+from moe_engine.models.layers.attention.mla import MLAAttention
+from moe_engine.models.layers.attention.rope import make_rotary_table
 from moe_engine.models.layers.decoder import Decoder
 from moe_engine.models.layers.decoder_layer import DecoderLayer
-from moe_engine.models.layers.gqa import GQAttention, group_inputs
-from moe_engine.models.layers.mla import MLAAttention
-from moe_engine.models.layers.mlp import MLP
+from moe_engine.models.layers.feed_forward.mlp import MLP
 from moe_engine.models.layers.norm import RMSNorm
-from moe_engine.models.layers.rope import make_rotary_table
 from moe_engine.models.layers.sharded_layer import ShardedLayer, choose_communication, with_sizes
 from moe_engine.models.weights import WeightSource
 from moe_engine.parallel.context import ParallelContext

@@ -37,11 +37,11 @@ from moe_engine.models.drafts.draft_layers import embed_next
 from moe_engine.models.drafts.mtp_layer import JoiningLayer, ResidualOnly
 from moe_engine.models.drafts.stream_mtp import StreamMTPLayer
 from moe_engine.models.footprint import held_bytes
+from moe_engine.models.layers.attention.sparse_chunks import SharedSelection
 from moe_engine.models.layers.decoder import Decoder, Reloadable
 from moe_engine.models.layers.embedding import Head
+from moe_engine.models.layers.feed_forward.moe import MoE
 from moe_engine.models.layers.linear import load_linear
-from moe_engine.models.layers.moe import MoE
-from moe_engine.models.layers.sparse_chunks import SharedSelection
 from moe_engine.models.tensors.model import MTP_HEAD
 from moe_engine.models.weights import WeightSource
 from moe_engine.parallel.step_sizes import StepSizes

@@ -16,10 +16,10 @@ from moe_engine.models.layers.compiled_layer import CompiledLayer
 from moe_engine.models.layers.decoder import Decoder, Reloadable
 from moe_engine.models.layers.decoder_layer import DecoderLayer
 from moe_engine.models.layers.embedding import Head
-from moe_engine.models.layers.gated_streams import GatedStreamNorm
 from moe_engine.models.layers.norm import RMSNorm
+from moe_engine.models.layers.residual.gated_streams import GatedStreamNorm
+from moe_engine.models.layers.residual.streams import StreamNorm
 from moe_engine.models.layers.sharded_layer import ShardedLayer
-from moe_engine.models.layers.streams import StreamNorm
 
 if TYPE_CHECKING:
     from moe_engine.parallel.all_reduce.custom import CustomAllReduce

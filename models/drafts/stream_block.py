@@ -27,7 +27,7 @@ from moe_engine.models.footprint import held_bytes
 from moe_engine.models.layers.decoder import Decoder, Reloadable
 from moe_engine.models.layers.linear import load_linear
 from moe_engine.models.layers.norm import RMSNorm
-from moe_engine.models.layers.streams import spread
+from moe_engine.models.layers.residual.streams import spread
 from moe_engine.models.weights import WeightSource
 from moe_engine.parallel.step_sizes import StepSizes
 

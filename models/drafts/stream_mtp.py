@@ -10,7 +10,7 @@ the following token, and predicts the token after that:
     logits for token i+2: head(shared_head.norm(weighted sum of v))               weights by shared_head.hc_head
 
 Streams with gates of low rank: hnorm norms all streams of a token together, and the head reads their gated mean
-(`layers.gated_streams`).
+(`layers.residual.gated_streams`).
 Source: DeepSeek-V4's release, `inference/model.py`; SGLang, `qwen4_exp_mtp.py`.
 """
 
@@ -24,10 +24,10 @@ from torch import Tensor
 
 from moe_engine.models.drafts.mtp_layer import JoiningLayer, ResidualOnly
 from moe_engine.models.layers.decoder import Decoder, Reloadable
-from moe_engine.models.layers.gated_streams import GatedStreamNorm
 from moe_engine.models.layers.linear import load_linear
 from moe_engine.models.layers.norm import RMSNorm
-from moe_engine.models.layers.streams import StreamNorm, spread
+from moe_engine.models.layers.residual.gated_streams import GatedStreamNorm
+from moe_engine.models.layers.residual.streams import StreamNorm, spread
 from moe_engine.models.weights import WeightSource
 
 _NORMS, _PROJECTIONS = ("enorm", "hnorm"), ("e_proj", "h_proj")

@@ -12,12 +12,12 @@ from moe_engine.kernels.backends import Backends
 from moe_engine.kernels.ops.protocol import RotaryTable
 from moe_engine.models.batch import ForwardBatch
 from moe_engine.models.config import MLAConfig, ModelConfig
+from moe_engine.models.layers.attention.gated_mla import GatedMLAAttention
+from moe_engine.models.layers.attention.input_queries import InputSparseMLA
+from moe_engine.models.layers.attention.mla import MLAAttention
+from moe_engine.models.layers.attention.sparse_mla import SparseMLAAttention
 from moe_engine.models.layers.decoder import Decoder
-from moe_engine.models.layers.gated_mla import GatedMLAAttention
-from moe_engine.models.layers.input_queries import InputSparseMLA
-from moe_engine.models.layers.mla import MLAAttention
 from moe_engine.models.layers.norm import RMSNorm
-from moe_engine.models.layers.sparse_mla import SparseMLAAttention
 from moe_engine.models.layers.stack import LayerStack
 from moe_engine.models.step_memory import MAX_EXPANDED_TOKENS
 from moe_engine.models.weights import WeightSource

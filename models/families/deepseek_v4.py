@@ -11,8 +11,8 @@ from moe_engine.kernels.ops.protocol import RotaryTable
 from moe_engine.models.batch import ForwardBatch
 from moe_engine.models.config_sections.compressed import CompressedConfig
 from moe_engine.models.families.stream_residual import StreamResidual
-from moe_engine.models.layers.compressed_attention import CompressedAttention
-from moe_engine.models.layers.compressed_step import StepRows
+from moe_engine.models.layers.attention.compressed_attention import CompressedAttention
+from moe_engine.models.layers.attention.compressed_step import StepRows
 from moe_engine.models.weights import WeightSource
 
 

@@ -17,10 +17,10 @@ from moe_engine.models.config_sections.engram import EngramConfig
 from moe_engine.models.families.deepseek_v4 import DeepseekV4Model
 from moe_engine.models.families.image_text import ImageInputs
 from moe_engine.models.families.stream_residual import streams_of
+from moe_engine.models.layers.attention.shared_entries import SharedAttention, SharedStep, SharedSteps
 from moe_engine.models.layers.decoder_layer import FeedForward
-from moe_engine.models.layers.engram import EngramNorm, load_text_ids, put_ids
-from moe_engine.models.layers.moe import MoE
-from moe_engine.models.layers.shared_entries import SharedAttention, SharedStep, SharedSteps
+from moe_engine.models.layers.feed_forward.moe import MoE
+from moe_engine.models.layers.residual.engram import EngramNorm, load_text_ids, put_ids
 from moe_engine.models.weights import WeightSource
 
 

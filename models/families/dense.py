@@ -7,8 +7,8 @@ from typing import Any
 
 from moe_engine.kernels.ops.protocol import RotaryTable
 from moe_engine.models.batch import ForwardBatch
+from moe_engine.models.layers.attention.gqa import GQAttention, group_inputs
 from moe_engine.models.layers.decoder import Decoder
-from moe_engine.models.layers.gqa import GQAttention, group_inputs
 from moe_engine.models.layers.norm import RMSNorm
 from moe_engine.models.layers.stack import LayerStack
 from moe_engine.models.weights import WeightSource

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from moe_engine.kernels.ops.protocol import RotaryTable
 from moe_engine.models.families.dense import DenseModel
-from moe_engine.models.layers.gated_gqa import HeadGatedGQAttention
+from moe_engine.models.layers.attention.gated_gqa import HeadGatedGQAttention
 from moe_engine.models.weights import WeightSource
 
 

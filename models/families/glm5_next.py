@@ -11,9 +11,9 @@ from moe_engine.models.config import MLAConfig
 from moe_engine.models.families.deepseek import DeepseekModel
 from moe_engine.models.families.image_text import ImageInputs
 from moe_engine.models.families.stream_residual import StreamResidual
-from moe_engine.models.layers.kimi_delta_attention import KimiDeltaAttention
-from moe_engine.models.layers.pool_chunks import PoolSteps
-from moe_engine.models.layers.pooled_mla import PooledMLAAttention
+from moe_engine.models.layers.attention.pool_chunks import PoolSteps
+from moe_engine.models.layers.attention.pooled_mla import PooledMLAAttention
+from moe_engine.models.layers.states.kimi_delta_attention import KimiDeltaAttention
 from moe_engine.models.weights import WeightSource
 
 

@@ -18,12 +18,12 @@ from moe_engine.models.batch import ForwardBatch
 from moe_engine.models.config import ModelConfig
 from moe_engine.models.config_sections.vision import VisionConfig
 from moe_engine.models.families.dense import DenseModel
-from moe_engine.models.layers.axis_rows import AxisRows
+from moe_engine.models.layers.attention.axis_rows import AxisRows
 from moe_engine.models.layers.compiled_layer import CompiledLayer
 from moe_engine.models.layers.decoder import Decoder, Reloadable
-from moe_engine.models.layers.deepstack import DeepstackRows
 from moe_engine.models.layers.embedding import EMBEDDING
 from moe_engine.models.layers.norm import RMSNorm
+from moe_engine.models.layers.residual.deepstack import DeepstackRows
 from moe_engine.models.tensors.vision import PREFIX
 from moe_engine.models.vision.grid import Grid
 from moe_engine.models.vision.row_ends import RowEnds

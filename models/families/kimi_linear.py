@@ -12,9 +12,9 @@ from moe_engine.kernels.ops.protocol import RotaryTable
 from moe_engine.models.batch import ForwardBatch
 from moe_engine.models.families.deepseek import DeepseekModel
 from moe_engine.models.families.image_text import ImageInputs
-from moe_engine.models.layers.block_norm import BlockNorm, block_prefix, spread_blocks
-from moe_engine.models.layers.kimi_delta_attention import KimiDeltaAttention
+from moe_engine.models.layers.residual.block_norm import BlockNorm, block_prefix, spread_blocks
 from moe_engine.models.layers.stack import LayerStack
+from moe_engine.models.layers.states.kimi_delta_attention import KimiDeltaAttention
 from moe_engine.models.weights import WeightSource
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from moe_engine.kernels.ops.protocol import RotaryTable
 from moe_engine.models.families.dense import DenseModel
-from moe_engine.models.layers.short_conv import ShortConv
+from moe_engine.models.layers.states.short_conv import ShortConv
 from moe_engine.models.weights import WeightSource
 
 

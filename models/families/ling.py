@@ -7,8 +7,8 @@ from typing import Any
 
 from moe_engine.kernels.ops.protocol import RotaryTable
 from moe_engine.models.families.deepseek import DeepseekModel
-from moe_engine.models.layers.kimi_delta_attention import KimiDeltaAttention
-from moe_engine.models.layers.rotated_lightning import RotatedLightning
+from moe_engine.models.layers.states.kimi_delta_attention import KimiDeltaAttention
+from moe_engine.models.layers.states.rotated_lightning import RotatedLightning
 from moe_engine.models.weights import WeightSource
 
 

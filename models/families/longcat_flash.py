@@ -12,8 +12,8 @@ from typing import Any
 from moe_engine.models.families.deepseek import DeepseekModel
 from moe_engine.models.layers.decoder import Reloadable
 from moe_engine.models.layers.decoder_layer import FeedForward
-from moe_engine.models.layers.mlp import MLP
-from moe_engine.models.layers.moe import MoE
+from moe_engine.models.layers.feed_forward.mlp import MLP
+from moe_engine.models.layers.feed_forward.moe import MoE
 from moe_engine.models.layers.shortcut import Shortcut, ShortcutEnd, ShortcutStart
 from moe_engine.models.tensors.model import expert_names
 from moe_engine.models.weights import WeightSource

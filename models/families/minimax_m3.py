@@ -13,9 +13,9 @@ from moe_engine.models.batch import ForwardBatch
 from moe_engine.models.config import GQAConfig
 from moe_engine.models.families.dense import DenseModel
 from moe_engine.models.families.image_text import ImageInputs
-from moe_engine.models.layers.block_chunks import BlockAttention
-from moe_engine.models.layers.block_sparse_gqa import BlockSparseGQAttention
-from moe_engine.models.layers.gqa import GQAttention, group_inputs
+from moe_engine.models.layers.attention.block_chunks import BlockAttention
+from moe_engine.models.layers.attention.block_sparse_gqa import BlockSparseGQAttention
+from moe_engine.models.layers.attention.gqa import GQAttention, group_inputs
 from moe_engine.models.sharding import local_attention
 from moe_engine.models.weights import WeightSource
 

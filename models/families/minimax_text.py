@@ -7,8 +7,8 @@ from typing import Any
 
 from moe_engine.kernels.ops.protocol import RotaryTable
 from moe_engine.models.families.dense import DenseModel
-from moe_engine.models.layers.lightning_attention import LightningAttention
-from moe_engine.models.layers.post_norm import PostNorm
+from moe_engine.models.layers.residual.post_norm import PostNorm
+from moe_engine.models.layers.states.lightning_attention import LightningAttention
 from moe_engine.models.weights import WeightSource
 
 

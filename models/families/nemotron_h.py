@@ -12,7 +12,7 @@ from typing import Any
 from moe_engine.kernels.ops.protocol import RotaryTable
 from moe_engine.models.batch import ForwardBatch
 from moe_engine.models.families.dense import DenseModel
-from moe_engine.models.layers.mamba2 import Mamba2
+from moe_engine.models.layers.states.mamba2 import Mamba2
 from moe_engine.models.weights import WeightSource
 
 

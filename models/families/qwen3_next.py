@@ -6,8 +6,8 @@ from typing import Any
 
 from moe_engine.kernels.ops.protocol import RotaryTable
 from moe_engine.models.families.dense import DenseModel
-from moe_engine.models.layers.gated_delta_net import GatedDeltaNet
-from moe_engine.models.layers.gated_gqa import GatedGQAttention
+from moe_engine.models.layers.attention.gated_gqa import GatedGQAttention
+from moe_engine.models.layers.states.gated_delta_net import GatedDeltaNet
 from moe_engine.models.weights import WeightSource
 
 

@@ -16,16 +16,16 @@ from moe_engine.models.config import GQAConfig
 from moe_engine.models.families.image_text import ImageInputs
 from moe_engine.models.families.qwen3_next import Qwen3NextModel
 from moe_engine.models.families.stream_residual import StreamResidual
+from moe_engine.models.layers.attention.gqa import group_inputs
+from moe_engine.models.layers.attention.grouped_pools import GroupedPoolSteps
+from moe_engine.models.layers.attention.pool_turns import turns_of
+from moe_engine.models.layers.attention.pooled_gqa import PooledGQAttention, PooledInputs
+from moe_engine.models.layers.attention.pools_in_place import PoolsInPlace
 from moe_engine.models.layers.compiled_layer import CompiledLayer
 from moe_engine.models.layers.decoder import Reloadable
-from moe_engine.models.layers.gated_delta_net import GatedDeltaNet
-from moe_engine.models.layers.gated_streams import GatedStreamNorm, StreamAdder
-from moe_engine.models.layers.gqa import group_inputs
-from moe_engine.models.layers.grouped_pools import GroupedPoolSteps
-from moe_engine.models.layers.ngram_input import NgramInput
-from moe_engine.models.layers.pool_turns import turns_of
-from moe_engine.models.layers.pooled_gqa import PooledGQAttention, PooledInputs
-from moe_engine.models.layers.pools_in_place import PoolsInPlace
+from moe_engine.models.layers.residual.gated_streams import GatedStreamNorm, StreamAdder
+from moe_engine.models.layers.residual.ngram_input import NgramInput
+from moe_engine.models.layers.states.gated_delta_net import GatedDeltaNet
 from moe_engine.models.tensors.model import layer_index
 from moe_engine.models.tensors.stream import STREAM_GATES
 from moe_engine.models.weights import WeightSource

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from moe_engine.models.batch import ForwardBatch
 from moe_engine.models.layers.decoder import Decoder
-from moe_engine.models.layers.streams import StreamNorm, spread
+from moe_engine.models.layers.residual.streams import StreamNorm, spread
 from moe_engine.models.tensors.model import layer_index
 from moe_engine.models.weights import WeightSource
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from moe_engine.kernels.torch_regions import CompiledRegions
 from moe_engine.models.batch import ForwardBatch
 from moe_engine.models.layers.decoder_layer import DecoderLayer, FeedForward
-from moe_engine.models.layers.moe import MoE
+from moe_engine.models.layers.feed_forward.moe import MoE
 
 
 class CompiledLayer:

@@ -22,24 +22,24 @@ from moe_engine.kernels.indexer.in_place import decode_planner
 from moe_engine.kernels.ops.protocol import RotaryTable
 from moe_engine.models.batch import ForwardBatch
 from moe_engine.models.config import ModelConfig
+from moe_engine.models.layers.attention.gqa import GQAttention
+from moe_engine.models.layers.attention.mla import MLAAttention
+from moe_engine.models.layers.attention.rope import StoredFactors, make_rotary_table
+from moe_engine.models.layers.attention.step_adapters import StepAdapters
 from moe_engine.models.layers.compiled_layer import CompiledLayer, for_regions
 from moe_engine.models.layers.decoder_layer import DecoderLayer, FeedForward
 from moe_engine.models.layers.embedding import EMBEDDING, Embedding, Head
-from moe_engine.models.layers.gqa import GQAttention
+from moe_engine.models.layers.feed_forward.mlp import MLP
+from moe_engine.models.layers.feed_forward.moe import LayerRecorder, MoE
+from moe_engine.models.layers.feed_forward.normed_experts import NormedMoE
 from moe_engine.models.layers.hidden_taps import HiddenTaps
-from moe_engine.models.layers.mla import MLAAttention
-from moe_engine.models.layers.mlp import MLP
-from moe_engine.models.layers.moe import LayerRecorder, MoE
 from moe_engine.models.layers.norm import LayerNorm, RMSNorm
-from moe_engine.models.layers.normed_experts import NormedMoE
 from moe_engine.models.layers.overlap_stages import Stages, interleave
-from moe_engine.models.layers.parallel_norm import ParallelNorm
 from moe_engine.models.layers.pooler import Pooler
-from moe_engine.models.layers.result_norm import ResultNorm, norm_names
-from moe_engine.models.layers.rope import StoredFactors, make_rotary_table
+from moe_engine.models.layers.residual.parallel_norm import ParallelNorm
+from moe_engine.models.layers.residual.result_norm import ResultNorm, norm_names
 from moe_engine.models.layers.sharded_layer import ShardedLayer, choose_communication, with_sizes
 from moe_engine.models.layers.stack import LayerStack
-from moe_engine.models.layers.step_adapters import StepAdapters
 from moe_engine.models.layers.streamed_layers import StreamedLayers
 from moe_engine.models.needs import index_widths
 from moe_engine.models.pooling import score_layers

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from moe_engine.kernels.quantization.protocol import Activation, ActivationFormat
 from moe_engine.models.batch import ForwardBatch, RoutedTokens
-from moe_engine.models.layers.deepstack import DeepstackRows
-from moe_engine.models.layers.moe import MoE
-from moe_engine.models.layers.ngram_input import NgramInput
+from moe_engine.models.layers.feed_forward.moe import MoE
 from moe_engine.models.layers.norm import RMSNorm
+from moe_engine.models.layers.residual.deepstack import DeepstackRows
+from moe_engine.models.layers.residual.ngram_input import NgramInput
 from moe_engine.parallel.dispatch.protocol import Phase
 from moe_engine.parallel.dp_gather_scatter import TokenLayout
 

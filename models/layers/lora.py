@@ -19,13 +19,13 @@ from torch import Tensor
 from moe_engine.kernels.lora.protocol import AdapterTokens, LoraKernel, LoraWeights
 from moe_engine.kernels.quantization.protocol import Activation, unquantized
 from moe_engine.models.checkpoint.safetensors_file import SafetensorsFile
+from moe_engine.models.layers.attention.latent_queries import LatentQueries
+from moe_engine.models.layers.attention.mla import MLAAttention
+from moe_engine.models.layers.attention.step_adapters import KVBAdapters, StepAdapters
 from moe_engine.models.layers.decoder import Decoder
-from moe_engine.models.layers.latent_queries import LatentQueries
+from moe_engine.models.layers.feed_forward.mlp import MLP
+from moe_engine.models.layers.feed_forward.moe import MoE
 from moe_engine.models.layers.linear import Linear, Projection
-from moe_engine.models.layers.mla import MLAAttention
-from moe_engine.models.layers.mlp import MLP
-from moe_engine.models.layers.moe import MoE
-from moe_engine.models.layers.step_adapters import KVBAdapters, StepAdapters
 from moe_engine.models.lora_adapter import TARGETS, Adapter, AdapterModule
 from moe_engine.parallel.dp_gather_scatter import TokenLayout
 

@@ -13,11 +13,11 @@ from torch import Tensor
 
 from moe_engine.kernels.quantization.protocol import Activation
 from moe_engine.models.batch import ForwardBatch, RoutedTokens
-from moe_engine.models.layers.deepstack import DeepstackRows
-from moe_engine.models.layers.moe import Choice, MoE
-from moe_engine.models.layers.ngram_input import NgramInput
+from moe_engine.models.layers.feed_forward.moe import Choice, MoE
 from moe_engine.models.layers.norm import RMSNorm
 from moe_engine.models.layers.overlap_stages import Stages, finish
+from moe_engine.models.layers.residual.deepstack import DeepstackRows
+from moe_engine.models.layers.residual.ngram_input import NgramInput
 from moe_engine.parallel.context import ParallelContext
 from moe_engine.parallel.dp_gather_scatter import AllReduce, DPCommunication, FusedAllReduce, GatherScatter, TokenLayout
 from moe_engine.parallel.step_sizes import StepSizes

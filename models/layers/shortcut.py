@@ -20,8 +20,8 @@ from moe_engine.kernels.quantization.protocol import (
     unquantized,
 )
 from moe_engine.models.batch import RoutedTokens
-from moe_engine.models.layers.mlp import MLP
-from moe_engine.models.layers.moe import MoE
+from moe_engine.models.layers.feed_forward.mlp import MLP
+from moe_engine.models.layers.feed_forward.moe import MoE
 from moe_engine.models.layers.overlap_stages import Stages, finish
 from moe_engine.parallel.dispatch.protocol import Phase
 from moe_engine.parallel.dp_gather_scatter import TokenLayout

@@ -15,10 +15,10 @@ from moe_engine.kernels.decoder.layers import MAX_TOKENS
 from moe_engine.kernels.decoder.stack import FusedStack, StackedLayer
 from moe_engine.kernels.gate_form import SILU
 from moe_engine.models.batch import ForwardBatch
-from moe_engine.models.layers.gqa import GroupInputs
-from moe_engine.models.layers.mla_chunks import AttentionChunk
-from moe_engine.models.layers.mlp import MLP
-from moe_engine.models.layers.moe import MoE
+from moe_engine.models.layers.attention.gqa import GroupInputs
+from moe_engine.models.layers.attention.mla_chunks import AttentionChunk
+from moe_engine.models.layers.feed_forward.mlp import MLP
+from moe_engine.models.layers.feed_forward.moe import MoE
 from moe_engine.models.layers.norm import RMSNorm
 
 StepPart = AttentionChunk | GroupInputs

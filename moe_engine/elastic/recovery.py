@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from moe_engine.elastic.groups import ElasticContext
 from moe_engine.elastic.placement import plan_for_survivors
 from moe_engine.errors import ConfigError
-from moe_engine.models.layers.moe import MoE
+from moe_engine.models.layers.feed_forward.moe import MoE
 from moe_engine.models.loader import LoadOptions, open_weights
 from moe_engine.models.weights import WeightSource
 from moe_engine.parallel.expert_transfer import ExpertTransfer, Link, SlotMemory

@@ -16,8 +16,8 @@ import torch
 from moe_engine.kernels.decoder.decode_step import DecodeRows, DecodeTables, FusedDecodeStep
 from moe_engine.kernels.decoder.layers import most_tokens
 from moe_engine.models.batch import Model
+from moe_engine.models.layers.attention.mla import MLAAttention
 from moe_engine.models.layers.decoder import Decoder
-from moe_engine.models.layers.mla import MLAAttention
 from moe_engine.models.step_memory import expanded_prefix
 from moe_engine.types import StepPlan
 from moe_engine.worker.batch.expanded_prefix import ExpandedPrefix, Layers

@@ -10,8 +10,8 @@ from torch import Tensor
 
 
 class DraftCounts:
-    """Implements `models.layers.moe.ExpertIdsRecorder`. Drafts run any number of times between two passes, so
-    choices are counted immediately.
+    """Implements `models.layers.feed_forward.moe.ExpertIdsRecorder`. Drafts run any number of times between two passes,
+    so choices are counted immediately.
 
     Args:
         first_layer: index of the first MTP layer.

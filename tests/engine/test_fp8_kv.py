@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from moe_engine.config.args import EngineArgs
 from moe_engine.demo import CHECKPOINT_DIR
 from moe_engine.errors import ConfigError
-from moe_engine.models.layers.mla import MLAAttention
+from moe_engine.models.layers.attention.mla import MLAAttention
 from moe_engine.models.tensors.model import LATENT_SCALES
 from moe_engine.planning.prepare import prepare
 from moe_engine.planning.resolved_config import ResolvedConfig

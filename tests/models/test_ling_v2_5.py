@@ -16,7 +16,7 @@ from moe_engine.errors import ConfigError
 from moe_engine.models import sizes
 from moe_engine.models.config import MLAConfig
 from moe_engine.models.config_file import load_model_config
-from moe_engine.models.layers.rotated_lightning import decay_rates
+from moe_engine.models.layers.states.rotated_lightning import decay_rates
 from moe_engine.models.tensors.model import model_tensors
 from moe_engine.tuning.costs.model_facts import model_facts
 from tests.models import stepper

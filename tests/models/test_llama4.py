@@ -23,7 +23,7 @@ from moe_engine.models.checkpoint_names.llama4_names import inner_name
 from moe_engine.models.config import GQAConfig, ModelConfig
 from moe_engine.models.config_file import load_model_config
 from moe_engine.models.header_check import check_headers
-from moe_engine.models.layers.rope import make_rotary_table
+from moe_engine.models.layers.attention.rope import make_rotary_table
 from moe_engine.models.needs import need_of_model
 from moe_engine.models.tensors.model import model_tensors
 from moe_engine.tuning.costs.model_facts import model_facts

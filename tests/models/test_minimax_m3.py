@@ -80,7 +80,7 @@ def test_logits_equal_transformers(oracle: MakeOracle, row: str) -> None:
 @every_row
 def test_mixed_batches(oracle: MakeOracle, row: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Sequences below and beyond the selection in one step, decodes and prompts, prompts in parts."""
-    monkeypatch.setattr("moe_engine.models.layers.block_chunks.MAX_TOKENS", 16)
+    monkeypatch.setattr("moe_engine.models.layers.attention.block_chunks.MAX_TOKENS", 16)
     want = oracle(BLOCK_SPARSE)
     model, tokens = stepper.load(want.path, row, seed=2), want.tokens
     for got in model.run(tokens, sparse.MIXED_STEPS):

@@ -12,7 +12,7 @@ import torch
 from moe_engine.errors import ConfigError
 from moe_engine.models import sizes
 from moe_engine.models.config import GQAConfig
-from moe_engine.models.layers.lightning_attention import decay_rates
+from moe_engine.models.layers.states.lightning_attention import decay_rates
 from moe_engine.models.tensors.model import model_tensors
 from moe_engine.tuning.costs.model_facts import model_facts
 from tests.models import stepper

@@ -13,8 +13,8 @@ import torch
 from moe_engine.kernels.attention.protocol import AttentionCapabilities
 from moe_engine.kernels.attention.reference import TorchMLA
 from moe_engine.kernels.queries import AttentionBatch, PagedQueries, SharedRun
-from moe_engine.models.layers import mla_chunks
-from moe_engine.models.layers.mla_chunks import AttentionChunk
+from moe_engine.models.layers.attention import mla_chunks
+from moe_engine.models.layers.attention.mla_chunks import AttentionChunk
 
 
 def cut(batch: AttentionBatch, backend: Any, plan: Any, *limits: int) -> list[AttentionChunk]:

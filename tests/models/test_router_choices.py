@@ -20,7 +20,7 @@ from torch import Tensor
 
 from moe_engine.kernels.ops.protocol import RouterSpec
 from moe_engine.models.config_file import load_model_config
-from moe_engine.models.layers.moe import router_spec
+from moe_engine.models.layers.feed_forward.moe import router_spec
 from moe_engine.models.loader import LoadOptions, load_model
 from tests.models.conftest import Oracle
 from tests.models.stepper import Chunk, Stepper, make_backends

@@ -15,7 +15,7 @@ from moe_engine.models import sizes
 from moe_engine.models.checkpoint_files import read_checkpoint
 from moe_engine.models.config_file import load_model_config
 from moe_engine.models.dummy_weights import DummyReader
-from moe_engine.models.layers.moe import MoE
+from moe_engine.models.layers.feed_forward.moe import MoE
 from moe_engine.models.loader import LoadOptions, gates_of, reload
 from moe_engine.models.partial_weights import ReceivedWeights
 from moe_engine.models.received_tensors import ReceivedTensors

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from moe_engine.models.batch import RoutedTokens
 from moe_engine.models.config_file import load_model_config
-from moe_engine.models.layers.moe import MoE, router_spec
+from moe_engine.models.layers.feed_forward.moe import MoE, router_spec
 from moe_engine.models.weights import WeightReader
 from moe_engine.parallel.context import ParallelContext
 from moe_engine.parallel.share import WHOLE, Share

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from moe_engine.models.layers.sparse_chunks import SharedSelection
+from moe_engine.models.layers.attention.sparse_chunks import SharedSelection
 from tests.models import sparse
 from tests.models.checkpoints import SPARSE_KINDS, make_checkpoint
 from tests.models.rows import all_rows

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from moe_engine.kernels.decoder.layers import MAX_TOKENS
-from moe_engine.models.layers.moe import MoE
+from moe_engine.models.layers.feed_forward.moe import MoE
 from moe_engine.models.layers.stack import stacked
 from tests.models.checkpoints import make_checkpoint
 from tests.models.stepper import Chunk, Stepper, load

@@ -24,7 +24,7 @@ from moe_engine.models.expert_format import experts_format
 from moe_engine.models.formats.online import online_format
 from moe_engine.models.formats.plain import PLAIN
 from moe_engine.models.header_check import check_headers
-from moe_engine.models.layers.moe import MoE
+from moe_engine.models.layers.feed_forward.moe import MoE
 from moe_engine.models.tensors.model import Kind, model_tensors
 from moe_engine.models.weights import WeightReader
 from moe_engine.parallel.context import ParallelContext

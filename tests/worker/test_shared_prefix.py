@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_engine.models.layers import mla_chunks
+from moe_engine.models.layers.attention import mla_chunks
 from moe_engine.worker.batch.mla_form import MLAFormPolicy
 from moe_engine.worker.batch.shared_prefix import LEAST, Sharers, find_sharers
 from tests.engine.harness import InProcessEngine, Scripted

@@ -102,7 +102,7 @@ def held_by(config: ResolvedConfig) -> Held:
 
 
 def _shared_slots(config: ResolvedConfig) -> bool:
-    """Whether shared experts are slots of the routed ones, as `models.layers.moe` decides."""
+    """Whether shared experts are slots of the routed ones, as `models.layers.feed_forward.moe` decides."""
     moe, topology, args = config.model.moe, config.parallel.topology, config.args
     apart = args.parallel.disable_shared_experts_fusion or config.lora is not None
     if moe is None or apart or topology.travels or args.experts.ep_num_redundant_experts:

@@ -31,7 +31,7 @@ from moe_engine.kernels.decoder.layers import most_tokens
 from moe_engine.models.batch import ForwardBatch
 from moe_engine.models.drafts.draft_layers import DraftLayers
 from moe_engine.models.drafts.mtp import MTPLayers
-from moe_engine.models.layers.sparse_chunks import SharedSelection
+from moe_engine.models.layers.attention.sparse_chunks import SharedSelection
 from moe_engine.parallel.step_sizes import StepSizes
 from moe_engine.types import NewRow
 from moe_engine.worker.batch.dp_step import DPSteps

@@ -12,7 +12,7 @@ from moe_engine.kernels.experts.protocol import ExpertsKernel
 from moe_engine.models.batch import Model
 from moe_engine.models.config import ModelConfig
 from moe_engine.models.layers.decoder import Decoder
-from moe_engine.models.layers.moe import MoE
+from moe_engine.models.layers.feed_forward.moe import MoE
 from moe_engine.models.loader import OwnDrafts
 from moe_engine.parallel.context import ParallelContext
 from moe_engine.parallel.expert_settings import ExpertSettings

@@ -17,7 +17,7 @@ from moe_engine.config.args import EngineArgs
 from moe_engine.core.core_methods import ExpertDumps
 from moe_engine.errors import MoeEngineError
 from moe_engine.executor.make_worker import worker_options
-from moe_engine.models.layers.moe import MoE
+from moe_engine.models.layers.feed_forward.moe import MoE
 from moe_engine.planning.prepare import prepare
 from moe_engine.types import NewRow, SamplingParams, StepPlan
 from moe_engine.worker.eplb.expert_recording_model import ExpertRecordingModel

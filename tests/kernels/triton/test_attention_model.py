@@ -10,7 +10,7 @@ import torch
 
 from moe_engine.kernels.queries import AttentionBatch
 from moe_engine.models.config_file import load_model_config
-from moe_engine.models.layers import mla_chunks
+from moe_engine.models.layers.attention import mla_chunks
 from moe_engine.models.loader import LoadOptions, load_model
 from tests.models.checkpoints import LARGE4, make_checkpoint
 from tests.models.stepper import Chunk, Stepper, make_backends

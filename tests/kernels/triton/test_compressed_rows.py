@@ -20,9 +20,9 @@ from moe_engine.kernels.queries import AttentionBatch, PagedQueries
 from moe_engine.models import step_memory
 from moe_engine.models.batch import ForwardBatch, WindowSlots
 from moe_engine.models.config_sections.compressed import CompressedConfig
-from moe_engine.models.layers.compressed_in_place import StepInPlace
-from moe_engine.models.layers.compressed_rows import CompressedStep
-from moe_engine.models.layers.compressed_step import StepRows
+from moe_engine.models.layers.attention.compressed_in_place import StepInPlace
+from moe_engine.models.layers.attention.compressed_rows import CompressedStep
+from moe_engine.models.layers.attention.compressed_step import StepRows
 
 TritonCompression = pytest.importorskip(
     "moe_engine.kernels.compression.triton_compression", reason="needs triton"

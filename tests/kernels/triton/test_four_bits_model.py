@@ -26,8 +26,8 @@ from moe_engine.models.expert_format import experts_format, width_group
 from moe_engine.models.footprint import held_bytes
 from moe_engine.models.formats.online import online_format
 from moe_engine.models.formats.plain import PLAIN
+from moe_engine.models.layers.feed_forward.stored_experts import StoredExperts
 from moe_engine.models.layers.linear import load_linear
-from moe_engine.models.layers.stored_experts import StoredExperts
 from moe_engine.models.loader import LoadOptions, load_model
 from moe_engine.models.needs import need_of_model
 from moe_engine.models.tensors.model import expert_names, model_tensors

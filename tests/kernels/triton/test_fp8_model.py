@@ -39,8 +39,8 @@ from moe_engine.models.expert_format import width_group
 from moe_engine.models.formats.block_fp8 import BlockFP8Format
 from moe_engine.models.formats.plain import PLAIN
 from moe_engine.models.formats.protocol import WeightFormat
+from moe_engine.models.layers.feed_forward.stored_experts import StoredExperts
 from moe_engine.models.layers.linear import load_linear
-from moe_engine.models.layers.stored_experts import StoredExperts
 from moe_engine.models.loader import LoadOptions, load_model
 from moe_engine.models.tensors.model import Kind, expert_names, model_tensors
 from moe_engine.models.weights import WeightReader

@@ -13,7 +13,7 @@ import torch
 
 from moe_engine.kernels.queries import AttentionBatch
 from moe_engine.models.config_file import load_model_config
-from moe_engine.models.layers.shared_entries import SharedInPlace
+from moe_engine.models.layers.attention.shared_entries import SharedInPlace
 from moe_engine.models.loader import LoadOptions, load_model
 from tests.models.stepper import Chunk, Stepper, make_backends
 from tests.models.test_deepseek_v41 import Made

@@ -13,7 +13,7 @@ from torch import Tensor
 from moe_engine.kernels.linear import triton_linear
 from moe_engine.kernels.linear.tiles import MOST_NORMED
 from moe_engine.kernels.quantization.protocol import RowsToNorm
-from moe_engine.models.layers import latent_queries
+from moe_engine.models.layers.attention import latent_queries
 from tests.engine.harness import InProcessEngine
 from tests.models.checkpoints import make_checkpoint, write_tensors
 from tests.models.format_checks import write_pair

@@ -1,0 +1,1 @@
+"""Attention layers: MLA, GQA and sparse forms, their chunks, indexers and rotations."""

@@ -1,0 +1,1 @@
+"""MLPs and mixtures of experts."""

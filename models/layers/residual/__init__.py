@@ -1,0 +1,1 @@
+"""Norms and streams around the residual, and rows that are added to it."""

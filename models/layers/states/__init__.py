@@ -1,0 +1,1 @@
+"""Layers with a state of fixed size for each request instead of KV."""
