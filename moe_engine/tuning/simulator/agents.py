@@ -97,12 +97,13 @@ def agents_of(options: argparse.Namespace, times: Iterator[float]) -> Agents:
     """The sessions of the options, which begin at `times`. Raises ConfigError for impossible options."""
     shape = AgentShape(**{field.name: getattr(options, f"agent_{field.name}") for field in fields(AgentShape)})
     shape.check()
-    sessions = options.agent_sessions
+    sessions, flag, requests = options.agent_sessions, "--agent-sessions", "--agent-sessions x requests of a session"
     if sessions is None:
         sessions = max(options.num_prompts // shape.requests, 1)
+        flag, requests = "--num-prompts / requests of a session", "--num-prompts"
     if not 1 <= sessions <= MOST_SESSIONS:
-        raise ConfigError(f"--agent-sessions is {sessions}; it must be from 1 to {MOST_SESSIONS}")
-    check_fits("--agent-sessions x requests of a session", sessions * shape.requests, ANSWER_BYTES)
+        raise ConfigError(f"{flag} is {sessions}; it must be from 1 to {MOST_SESSIONS}")
+    check_fits(requests, sessions * shape.requests, ANSWER_BYTES)
     groups = min(shape.groups, sessions)
     check_fits("--agent-groups", groups, OWN_TOKEN_BYTES * shape.system_len, "system prompts")
     return Agents(shape, times, sessions, options.seed)
