@@ -49,6 +49,8 @@ static INLINE F16 load_scales(const char* p, int64_t type) {
   }
 #if defined(MOE_AVX512)
   r.v[0] = (vf)_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+#elif defined(MOE_AVX2) && defined(__F16C__)
+  PARTS_LOOP r.v[i] = (vf)_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p) + i));
 #else
   float lane[LANES];
   for (int i = 0; i < LANES; i++) {
@@ -65,6 +67,13 @@ static INLINE F16 load_bytes(const char* p) {
 #if defined(MOE_AVX512)
   F16 r;
   r.v[0] = (vf)_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
+  return r;
+#elif defined(MOE_AVX2)
+  F16 r;
+  PARTS_LOOP {
+    const __m128i eight = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(p + i * WIDTH));
+    r.v[i] = (vf)_mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(eight));
+  }
   return r;
 #else
   float lane[LANES];

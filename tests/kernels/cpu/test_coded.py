@@ -204,6 +204,15 @@ def test_experts(any_library: Library, format: GroupCodes, dtype: torch.dtype, s
     torch.testing.assert_close(kernel.run(batch, stored), want, rtol=1e-4, atol=bound)
 
 
+def test_every_float16_scale(any_library: Library) -> None:
+    """Finite scales of all signs and exponents, subnormal ones too: products of rows with a single one are exact."""
+    weight = drawn(GroupCodes(4, 32, scales="float16"), 2048, 1024)
+    patterns = torch.arange(-(2**15), 2**15).to(torch.int16).view(torch.float16)
+    weight.scales.copy_(torch.where(patterns.isfinite(), patterns, 0)[torch.randperm(2**16)].view(2048, 32))
+    kernel, x = CpuLinear(any_library), torch.eye(1024)[torch.arange(32) * 32 + torch.randint(0, 32, (32,))]
+    assert torch.equal(kernel.run(x, kernel.prepare_coded(weight, None)), x @ weight.dequantized().float().T)
+
+
 def test_columns_that_are_no_whole_groups_are_refused() -> None:
     weight = drawn(GroupCodes(4, 32), 16, 64)
     with pytest.raises(ValueError, match="36 columns do not fit groups of 32"):
