@@ -456,7 +456,10 @@ def test_answers_beyond_the_context_are_counted(tmp_path, capsys):
         ),
         ([*AGENTS, "--num-prompts", "-3"], "--num-prompts is -3"),
         ([*AGENTS, "--num-prompts", str(10**12)], "--num-prompts / requests of a session is"),
-        ([*AGENTS, "--num-prompts", str(10**10), "--agent-turns", "9999"], "--num-prompts is 9999990000: these requests"),
+        (
+            [*AGENTS, "--num-prompts", str(10**10), "--agent-turns", "9999"],
+            "--num-prompts is 9999999900: these requests",
+        ),
         (
             [*AGENTS, "--agent-sessions", "2000000", "--agent-groups", "99999", "--agent-system-len", "999999"],
             "--agent-groups is 99999: these system prompts take",
