@@ -32,13 +32,19 @@ _LFM2: Mapping[str, Any] = {"rope_theta": 1000000.0, "tie_word_embeddings": True
 _VISUAL: Mapping[str, Mapping[str, Any]] = {
     "qwen2_vl": {**_EPS, "rope_theta": 1e6}, "qwen2_5_vl": {**_EPS, "rope_theta": 1e6},
     "qwen3_vl": {"rope_theta": 5e5}, "qwen3_vl_moe": {"rope_theta": 5e5, "num_experts_per_tok": 4},
+    "glm4v": {**_EPS, "num_key_value_heads": 2, "image_token_id": 151343, "video_token_id": 151344},
+    "glm4v_moe": {
+        **_EPS, "attention_bias": True, "first_k_dense_replace": 1, "n_shared_experts": 1, "num_experts_per_tok": 8,
+        "n_routed_experts": 128, "image_token_id": 151363, "video_token_id": 151364,
+    },
 }  # fmt: skip
 _POSITIONS: Mapping[int, str] = {
     2048: "llama deepseek_v2 dots1 exaone4 exaone_moe granite granitemoe granitemoehybrid granitemoeshared "
     "granitemoe_swa hunyuan_v1_dense hunyuan_v1_moe olmo2 olmo3",
     4096: "deepseek_v3 nemotron_h phi3 olmoe flex_olmo",
     32768: "qwen2 qwen2_moe qwen3 qwen3_moe qwen3_next qwen3_5_text qwen3_5_moe_text qwen2_vl_text qwen2_5_vl_text "
-    "smollm3 axk1",
+    "smollm3 axk1 glm4v glm4v_text",
+    65536: "glm4v_moe glm4v_moe_text",
     128000: "qwen3_vl_text qwen3_vl_moe_text lfm2 lfm2_moe",
     131072: "longcat_flash mistral ministral mixtral glm4_moe gpt_oss mimo_v2 mimo_v2_flash solar_open ernie4_5 "
     "ernie4_5_moe hy_v3 phimoe minimax glm glm4 gemma3_text gemma4_text mellum youtu",

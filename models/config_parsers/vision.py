@@ -10,14 +10,16 @@ from dataclasses import replace
 from typing import Any
 
 from moe_engine.models.config import ModelConfig
-from moe_engine.models.config_parsers.families import parse_gqa, parse_qwen3_moe
+from moe_engine.models.config_parsers.families import parse_glm, parse_gqa, parse_qwen3_moe
+from moe_engine.models.config_parsers.mixtures import parse_glm4_moe
 from moe_engine.models.config_sections.fields import Fields, rope_section
-from moe_engine.models.config_sections.vision import GLM5_NEXT, QWEN2, QWEN2_5, QWEN3, VisionConfig
+from moe_engine.models.config_sections.vision import GLM4V, GLM5_NEXT, QWEN2, QWEN2_5, QWEN3, VisionConfig
 from moe_engine.models.formats.fused_blocks import with_fused_experts
 from moe_engine.models.formats.fused_experts import FusedExpertsFormat
 
 QWEN2_VL_SECTIONS = (16, 24, 24)
 QWEN3_VL_SECTIONS = (24, 20, 20)
+GLM4V_SECTIONS = (8, 12, 12)
 
 
 def parse_qwen2_vl(fields: Fields, generation: Mapping[str, Any]) -> ModelConfig:
@@ -95,6 +97,40 @@ def with_qwen3_tower(
         deepstack_layers=deepstack,
         activation=section.choice("hidden_act", "gelu_pytorch_tanh", "gelu_pytorch_tanh"),
     )
+    return replace(_named(config, fields), rope=replace(config.rope, axes=axes), vision=vision)
+
+
+def parse_glm4v(fields: Fields, generation: Mapping[str, Any]) -> ModelConfig:
+    """GLM-4.1V and GLM-4.6V-Flash: the text model of GLM-4-0414, whose rotary channels are in three sections."""
+    raw = {"partial_rotary_factor": 1.0, **fields.raw, "model_type": "glm4", "attention_bias": True}
+    return _with_glm4v_tower(fields, parse_glm(Fields(raw, fields.source), generation))
+
+
+def parse_glm4v_moe(fields: Fields, generation: Mapping[str, Any]) -> ModelConfig:
+    """GLM-4.5V and GLM-4.6V: the text model of GLM-4.5-Air with such sections."""
+    raw = {**fields.raw, "model_type": "glm4_moe", "use_qk_norm": False}
+    return _with_glm4v_tower(fields, parse_glm4_moe(Fields(raw, fields.source), generation))
+
+
+def _with_glm4v_tower(fields: Fields, config: ModelConfig) -> ModelConfig:
+    """The width inside the tower's MLPs is that of the text model; `intermediate_size` is the projector's."""
+    section, axes = _vision(fields), _in_sections(_sections(fields, config.rope.width // 2, GLM4V_SECTIONS))
+    common = _common(fields, section, GLM4V, config.hidden_size, patch_size=14)
+    rope = section.section("rope_parameters") or Fields({}, fields.source, "vision_config.rope_parameters.")
+    vision = replace(
+        common,
+        intermediate=common.out_width,
+        projector_width=common.intermediate,
+        num_positions=(section.integer("image_size", 336) // common.patch_size) ** 2,
+        norm_eps=section.number("rms_norm_eps", 1e-5, above=0),
+        theta=rope.number("rope_theta", 10000.0, above=0),
+        activation=section.choice("hidden_act", "silu", "silu"),
+        bias=section.flag("attention_bias"),
+        projector_eps=1e-5,
+    )
+    if not vision.num_positions:
+        section.fail("image_size", f"is smaller than patch_size {vision.patch_size}")
+    config = replace(config, num_nextn_predict_layers=0)  # transformers leaves out such layers
     return replace(_named(config, fields), rope=replace(config.rope, axes=axes), vision=vision)
 
 

@@ -15,12 +15,15 @@ KIMI = "moe_engine.models.vision.kimi_k25:KimiTower"
 KIMI_K3 = "moe_engine.models.vision.kimi_k3:KimiK3Tower"
 DEEPSEEK_V41 = "moe_engine.models.vision.deepseek_v41:DeepseekV41Tower"
 PIXTRAL = "moe_engine.models.vision.pixtral:PixtralTower"
+GLM4V = "moe_engine.models.vision.glm4v:Glm4vTower"
 GLM5_NEXT = "moe_engine.models.vision.glm5_next:Glm5NextTower"
 LLAMA4 = "moe_engine.models.vision.llama4:Llama4Tower"
 MINIMAX_M3 = "moe_engine.models.vision.minimax_m3:MiniMaxM3Tower"
 PIXTRAL_NATIVE = "moe_engine.models.vision.pixtral:NativePixtralTower"
 PIXTRAL_12B = "moe_engine.models.vision.pixtral:UnmergedTower"
 """Values of `VisionConfig.tower`."""
+GATED_PROJECTORS = GLM4V, GLM5_NEXT
+"""Towers whose projector has a gate, after the product that joins the patches of a token."""
 
 
 @dataclass(frozen=True)

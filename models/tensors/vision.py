@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 
 from moe_engine.models.config_sections.vision import (
     DEEPSEEK_V41,
+    GLM4V,
     GLM5_NEXT,
     KIMI,
     KIMI_K3,
@@ -139,6 +140,28 @@ def _glm5_next(v: VisionConfig) -> Iterator[Entry]:
         for name, shape in shapes.items():
             entries = _linear(f"blocks.{i}.{name}", *shape)
             yield from entries if v.bias else [next(entries)]
+    yield from _glm_projector(v)
+
+
+def _glm4v(v: VisionConfig) -> Iterator[Entry]:
+    yield "patch_embed.proj.weight", patch_shape(v), False
+    yield "patch_embed.proj.bias", (v.width,), False
+    yield "post_conv_layernorm.weight", (v.width,), True
+    yield "embeddings.position_embedding.weight", (v.num_positions, v.width), False
+    for i in range(v.num_layers):
+        block = f"blocks.{i}"
+        for norm in ("norm1", "norm2"):
+            yield f"{block}.{norm}.weight", (v.width,), True
+        entries = _linear(f"{block}.attn.qkv", 3 * v.width, v.width)
+        yield from entries if v.bias else [next(entries)]
+        yield f"{block}.attn.proj.weight", (v.width, v.width), False
+        for part in ("gate_proj", "up_proj"):
+            yield f"{block}.mlp.{part}.weight", (v.intermediate, v.width), False
+        yield f"{block}.mlp.down_proj.weight", (v.width, v.intermediate), False
+    yield from _glm_projector(v)
+
+
+def _glm_projector(v: VisionConfig) -> Iterator[Entry]:
     yield "post_layernorm.weight", (v.width,), True
     yield "downsample.weight", (v.out_width, v.width, v.merge, v.merge), False
     yield "downsample.bias", (v.out_width,), False
@@ -230,6 +253,7 @@ def _layer_norm(name: str, width: int) -> Iterator[Entry]:
 
 _BY_TOWER: dict[str, Callable[[VisionConfig], Iterator[Entry]]] = {
     DEEPSEEK_V41: _deepseek_v41,
+    GLM4V: _glm4v,
     GLM5_NEXT: _glm5_next,
     KIMI: _kimi,
     KIMI_K3: _kimi_k3,

@@ -32,7 +32,7 @@ class DeepseekV41Tower(PatchTransformer):
         super().__init__(vision, reader, backends, patch_bias=True)
         v = vision
         names = [f"{PREFIX}blocks.{i}" for i in range(v.num_layers)]
-        self.blocks = [GatedBlock(v, reader, backends, name, BLOCK, (True, False)) for name in names]
+        self.blocks = [GatedBlock(v, reader, backends, name, BLOCK, (True, True, False)) for name in names]
         self.last_norm = RMSNorm(backends.ops, reader, f"{PREFIX}norm", v.width, v.norm_eps)
         self.merge_in = load_product(backends, reader, [f"{PREFIX}aligner.w1"], v.out_width, v.merged_width)
         self.merge_out = load_product(backends, reader, [f"{PREFIX}aligner.w2"], v.out_width, v.out_width)

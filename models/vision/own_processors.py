@@ -9,13 +9,13 @@ from typing import Any
 from moe_engine.models.checkpoint_names.mistral_native import native_fields, native_file
 from moe_engine.models.config_sections.fields import read_json
 from moe_engine.models.vision.deepseek_v41_pixels import DeepseekV41Processor
-from moe_engine.models.vision.glm_pixels import GlmProcessor
+from moe_engine.models.vision.glm_pixels import Glm4vProcessor, GlmProcessor
 from moe_engine.models.vision.kimi_pixels import KimiProcessor
 from moe_engine.models.vision.llama4_pixels import Llama4Processor
 from moe_engine.models.vision.minimax_pixels import qwen_fields
 from moe_engine.models.vision.pixtral_pixels import PixtralProcessor
 
-OwnProcessor = DeepseekV41Processor | GlmProcessor | KimiProcessor | Llama4Processor | PixtralProcessor
+OwnProcessor = DeepseekV41Processor | Glm4vProcessor | GlmProcessor | KimiProcessor | Llama4Processor | PixtralProcessor
 
 PROCESSOR_FILE = "preprocessor_config.json"
 _WHOLE_FILE = "processor_config.json"
@@ -50,7 +50,7 @@ def own_processor(folder: Path) -> OwnProcessor | None:
     fields = processor_fields(folder)
     if (native := native_file(folder)) is not None:
         return PixtralProcessor.native(native_fields(native))
-    if (found := KimiProcessor.of(fields) or GlmProcessor.of(fields)) is not None:
+    if (found := KimiProcessor.of(fields) or GlmProcessor.of(fields) or Glm4vProcessor.of(fields)) is not None:
         return found
     file = folder / "config.json"
     config = read_json(file) if file.is_file() else {}

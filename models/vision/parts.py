@@ -186,7 +186,7 @@ class GatedBlock:
     Args:
         names: after `prefix`: the norms before attention and MLP, then the products of q, k and v, the attention's
             output, gate and up, and down; several matrices of one product are stacked.
-        biases: of the attention's products, and of the MLP's.
+        biases: of the product of q, k and v, of the attention's output, and of the MLP's products.
     """
 
     def __init__(
@@ -196,7 +196,7 @@ class GatedBlock:
         backends: Backends,
         prefix: str,
         names: GatedNames,
-        biases: tuple[bool, bool],
+        biases: tuple[bool, bool, bool],
     ) -> None:
         def product(parts: tuple[str, ...], rows: int, columns: int, bias: bool) -> Linear:
             found = [f"{prefix}.{part}" for part in parts]
@@ -206,6 +206,6 @@ class GatedBlock:
         self.norm1 = RMSNorm(backends.ops, reader, f"{prefix}.{norm1}", v.width, v.norm_eps)
         self.norm2 = RMSNorm(backends.ops, reader, f"{prefix}.{norm2}", v.width, v.norm_eps)
         self.qkv = product(qkv, 3 * v.width, v.width, biases[0])
-        self.proj = product((proj,), v.width, v.width, biases[0])
-        self.gate_up = product(gate_up, 2 * v.intermediate, v.width, biases[1])
-        self.down = product((down,), v.width, v.intermediate, biases[1])
+        self.proj = product((proj,), v.width, v.width, biases[1])
+        self.gate_up = product(gate_up, 2 * v.intermediate, v.width, biases[2])
+        self.down = product((down,), v.width, v.intermediate, biases[2])

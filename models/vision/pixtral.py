@@ -45,7 +45,7 @@ class UnmergedTower(PatchTransformer):
         v, out = vision, f"{PREFIX}projector"
         self.first_norm = RMSNorm(backends.ops, reader, f"{PREFIX}ln_pre", v.width, v.norm_eps)
         names = [f"{PREFIX}transformer.layers.{i}" for i in range(v.num_layers)]
-        self.blocks = [GatedBlock(v, reader, backends, name, self.block, (False, False)) for name in names]
+        self.blocks = [GatedBlock(v, reader, backends, name, self.block, (False, False, False)) for name in names]
         bias = v.projector_bias
         self.project_in = load_product(backends, reader, [f"{out}.linear_1"], v.out_width, v.width, bias=bias)
         self.project_out = load_product(backends, reader, [f"{out}.linear_2"], v.out_width, v.out_width, bias=bias)

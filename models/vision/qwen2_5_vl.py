@@ -29,7 +29,7 @@ class Qwen25Tower(PatchTransformer):
         super().__init__(vision, reader, backends)
         v = vision
         names = [f"{PREFIX}blocks.{i}" for i in range(v.num_layers)]
-        self.blocks = [GatedBlock(v, reader, backends, name, BLOCK, (True, True)) for name in names]
+        self.blocks = [GatedBlock(v, reader, backends, name, BLOCK, (True, True, True)) for name in names]
         self.merge_norm = RMSNorm(backends.ops, reader, f"{PREFIX}merger.ln_q", v.width, v.norm_eps)
         merged = v.merged_width
         self.merge_in = load_product(backends, reader, [f"{PREFIX}merger.mlp.0"], merged, merged)

@@ -58,6 +58,8 @@ from tests.models.parity_families import Family, Pixels, Prompt
         ("qwen3_5", "chunked"),
         ("qwen3_5_moe", "MTP drafts"),
         ("qwen3_vl_moe", "chunked"),
+        ("glm4v", "cached"),
+        ("glm4v_moe", "chunked"),
         ("hunyuan_v1_moe", "chunked"),
         ("mistral4", "chunked"),
         ("mistral_large3", "cached"),

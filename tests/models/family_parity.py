@@ -117,6 +117,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "qwen2_5_vl": {},
     "qwen3_vl": {},
     "qwen3_vl_moe": {},
+    "glm4v": {},
+    "glm4v_moe": {},
     "kimi_k25": {},
     "mistral3": {},
     "pixtral": {},
@@ -136,13 +138,13 @@ KINDS: dict[str, dict[str, Any]] = {
     "youtu": {},
 }
 """Options of the checkpoints of the table."""
-IMAGE_KINDS = ("qwen3_5", "qwen3_5_moe", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
+IMAGE_KINDS = ("qwen3_5", "qwen3_5_moe", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "glm4v", "glm4v_moe")
 DENSE = (
     "qwen3_5_text", "qwen3_5", "llama", "mistral", "qwen2", "qwen3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "ernie4_5",
     "hunyuan_v1_dense", "ministral3", "mistral3", "phi3", "seed_oss", "glm", "glm4", "gemma2", "gemma3", "cohere2",
     "granite_swa",
     "lfm2", "ministral", "olmo2", "olmo3", "smollm3", "exaone4", "granite", "mimo", "youtu",
-    "pixtral",
+    "pixtral", "glm4v",
 )  # fmt: skip
 """Families without experts."""
 DOCUMENT = Path(__file__).parents[2] / "docs" / "parity.md"

@@ -169,6 +169,33 @@ GLM_5_3_FLASH: dict[str, Any] = {
         "patch_size": 14, "temporal_patch_size": 2, "spatial_merge_size": 2, "out_hidden_size": 4096,
     },
 }  # fmt: skip
+GLM_TOWER: dict[str, Any] = {
+    "hidden_size": 1536, "depth": 24, "num_heads": 12, "attention_bias": False, "intermediate_size": 13696,
+    "hidden_act": "silu", "image_size": 336, "patch_size": 14, "out_hidden_size": 4096, "rms_norm_eps": 1e-5,
+    "spatial_merge_size": 2, "temporal_patch_size": 2,
+}  # fmt: skip
+GLM_4_1V: dict[str, Any] = {
+    "architectures": ["Glm4vForConditionalGeneration"], "model_type": "glm4v", "attention_bias": True,
+    "eos_token_id": [151329, 151336, 151338, 151348], "hidden_act": "silu", "hidden_size": 4096,
+    "image_token_id": 151343, "video_token_id": 151344, "intermediate_size": 13696, "max_position_embeddings": 65536,
+    "num_attention_heads": 32, "num_hidden_layers": 40, "num_key_value_heads": 2, "partial_rotary_factor": 0.5,
+    "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "rope_scaling": {"type": "default", "mrope_section": [8, 12, 12]},
+    "tie_word_embeddings": False, "torch_dtype": "bfloat16", "vocab_size": 151552, "vision_config": GLM_TOWER,
+}  # fmt: skip
+GLM_4_5V: dict[str, Any] = {
+    "architectures": ["Glm4vMoeForConditionalGeneration"], "model_type": "glm4v_moe", "image_token_id": 151363,
+    "video_token_id": 151364, "tie_word_embeddings": False,
+    "text_config": {
+        "model_type": "glm4v_moe_text", "vocab_size": 151552, "hidden_size": 4096, "intermediate_size": 10944,
+        "num_hidden_layers": 46, "num_attention_heads": 96, "num_key_value_heads": 8, "head_dim": 128,
+        "attention_bias": True, "first_k_dense_replace": 1, "moe_intermediate_size": 1408, "n_routed_experts": 128,
+        "n_shared_experts": 1, "num_experts_per_tok": 8, "n_group": 1, "topk_group": 1, "norm_topk_prob": True,
+        "routed_scaling_factor": 1.0, "partial_rotary_factor": 0.5, "rope_theta": 10000.0, "rms_norm_eps": 1e-5,
+        "rope_scaling": {"rope_type": "default", "mrope_section": [8, 12, 12]}, "max_position_embeddings": 65536,
+        "eos_token_id": [151329, 151336, 151338], "hidden_act": "silu", "dtype": "bfloat16",
+    },
+    "vision_config": GLM_TOWER,
+}  # fmt: skip
 QWEN3_8: dict[str, Any] = {
     "architectures": ["Qwen3_5MoeForCausalLM"], "model_type": "qwen3_5_moe_text", "hidden_size": 8192,
     "num_hidden_layers": 92, "num_attention_heads": 64, "num_key_value_heads": 4, "head_dim": 256,

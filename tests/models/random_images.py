@@ -42,9 +42,9 @@ from tests.models.checkpoints import GATED_STREAMS
 from tests.models.deepseek_v41 import make_v41
 from tests.models.qwen4_exp_images import make_qwen4
 from tests.models.random_shapes import TOLERANCE, Refused, run_draws
-from tests.models.vision_checkpoints import GreedyOracle, Oracle, Pixels
+from tests.models.vision_checkpoints import GLM, GreedyOracle, Oracle, Pixels
 
-QWEN = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
+QWEN = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", *GLM)
 MISTRAL = ("mistral", "ministral3", "mistral4", "mistral_large3", "pixtral")
 KINDS = (*QWEN, *MISTRAL, "kimi_k25", "llama4", "minimax_m3", "glm5_next", GATED_STREAMS)
 FORMULAS = ("deepseek_v41", "kimi_k3")
@@ -177,6 +177,9 @@ def _qwen(shape: Shape, rng: random.Random, heads: int, layers: int, width: int,
         token = shape.patch * shape.merge
         tower |= {"window_size": token * rng.choice((1, 2, 3)) + rng.choice((0, 1))}
         tower |= {"fullatt_block_indexes": sorted(rng.sample(range(layers), rng.randint(0, layers)))}
+    elif shape.kind in GLM:
+        tower |= {"image_size": shape.patch * rng.choice((1, 2, 5, 6)), "attention_bias": rng.random() < 0.5}
+        tower |= {"rms_norm_eps": rng.choice((1e-6, 1e-3)), "temporal_patch_size": 2}
     else:
         tower |= {"num_position_embeddings": rng.choice((4, 9, 16, 36))}
         if not shape.kind.startswith("qwen3_5") and shape.kind != GATED_STREAMS:
@@ -206,10 +209,18 @@ def _text(kind: str, rng: random.Random) -> dict[str, Any]:
         text.pop("head_dim")
         text["hidden_size"] = text["num_attention_heads"] * head
         text |= {"use_sliding_window": True, "sliding_window": 11, "max_window_layers": 1} if rng.random() < 0.2 else {}
-    half = head // 2 // (2 if kind.startswith("qwen3_5") else 1)
+    if kind == "glm4v":  # transformers' class derives the width of heads
+        text.pop("head_dim")
+        text["hidden_size"] = text["num_attention_heads"] * head
+    elif kind == "glm4v_moe":
+        text |= {"attention_bias": rng.random() < 0.5, "routed_scaling_factor": rng.choice((1.0, 2.5))}
+    part = rng.choice((0.5, 1.0)) if kind in GLM else 1.0
+    half = head // 2 // (2 if kind.startswith("qwen3_5") or part < 1 else 1)
     rows = columns = rng.randint(1, max(1, half // 3))
     rope = {"rope_type": "default", "mrope_section": [half - rows - columns, rows, columns]}
-    if kind.startswith("qwen3"):
+    if kind in GLM:
+        text |= {"rope_scaling": rope, "partial_rotary_factor": part}
+    elif kind.startswith("qwen3"):
         text["rope_scaling"] = rope | {"mrope_interleaved": True}
     else:
         yarn = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "rope_type": "yarn"}

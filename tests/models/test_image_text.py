@@ -17,10 +17,21 @@ from moe_engine.models.vision.positions import axis_positions
 from tests.models import stepper
 from tests.models.rows import all_rows
 from tests.models.test_parity import assert_close
-from tests.models.vision_checkpoints import IMAGE, KINDS, MERGE, Oracle, make_checkpoint, random_pixels, with_images
+from tests.models.vision_checkpoints import (
+    GLM,
+    IMAGE,
+    KINDS,
+    MERGE,
+    Oracle,
+    make_checkpoint,
+    random_pixels,
+    with_images,
+)
 
 
-@pytest.fixture(scope="module", params=[*KINDS, "qwen2_vl", pytest.param("qwen3_vl", marks=pytest.mark.exhaustive)])
+@pytest.fixture(
+    scope="module", params=[*KINDS, *GLM, "qwen2_vl", pytest.param("qwen3_vl", marks=pytest.mark.exhaustive)]
+)
 def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint(request.param, tmp_path_factory.mktemp(request.param), seed=random.randrange(1000))
 

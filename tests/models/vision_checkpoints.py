@@ -84,6 +84,24 @@ _FAMILY["qwen3_5_moe"] = (
     | {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 48},
     _FAMILY["qwen3_5"][2],
 )
+_FAMILY |= {
+    "glm4v": (
+        "Glm4v", {"rope_scaling": {"rope_type": "default", "mrope_section": [2, 1, 1]}, "partial_rotary_factor": 0.5},
+        {"image_size": 5 * PATCH},
+    ),
+    "glm4v_moe": (
+        "Glm4vMoe",
+        {
+            "rope_scaling": {"rope_type": "default", "mrope_section": [1, 2, 3]}, "head_dim": 24,
+            "n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 40, "n_group": 2, "topk_group": 1,
+            "routed_scaling_factor": 1.5, "first_k_dense_replace": 1,
+        },
+        {"image_size": 3 * PATCH, "attention_bias": True, "intermediate_size": 52},
+    ),
+}  # fmt: skip
+GLM = ("glm4v", "glm4v_moe")
+VOLUME = {"shortest_edge": 2 * TOKEN_PIXELS**2, "longest_edge": 2 * 60 * TOKEN_PIXELS**2}
+"""Bounds of GLM's processor: pixels of both frames."""
 KINDS = ("qwen2_5_vl", "qwen3_vl_moe")
 
 
@@ -120,6 +138,9 @@ def make_checkpoint(
             tensor.data = 0.3 * torch.randn_like(tensor)
         elif "patch_embed" in name:
             tensor.data = 0.05 * torch.randn_like(tensor)
+    for name, tensor in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            tensor.copy_(0.1 * torch.randn_like(tensor))
     model.lm_head.weight.data[START : END + 1] = 0  # no answer has placeholders, which the oracle would take for images
     model.save_pretrained(path)
     if kind == "qwen3_vl_moe":
@@ -132,10 +153,17 @@ def make_checkpoint(
     write_tokenizer(path)
     tokenizer = json.loads((path / "tokenizer_config.json").read_text())
     (path / "tokenizer_config.json").write_text(json.dumps(tokenizer | {"chat_template": TEMPLATE}))
-    (path / "preprocessor_config.json").write_text(json.dumps(PROCESSOR))
+    (path / "preprocessor_config.json").write_text(json.dumps(_processor(kind)))
     (path / "generation_config.json").write_text(json.dumps({"bos_token_id": BOS, "eos_token_id": EOS}))
     assert read_checkpoint(path)
     return path
+
+
+def _processor(kind: str) -> dict[str, Any]:
+    if kind not in GLM:
+        return PROCESSOR
+    kept = {name: value for name, value in PROCESSOR.items() if not name.endswith("_pixels")}
+    return kept | {"image_processor_type": "Glm4vImageProcessor", "size": VOLUME}
 
 
 def add_images(path: Path, seed: int, tokens: dict[str, int], processor: dict[str, Any]) -> None:

@@ -9,7 +9,7 @@ from moe_engine.config.args import EngineArgs
 from moe_engine.errors import ConfigError
 from moe_engine.models.config import ModelConfig
 from moe_engine.models.config_sections.fields import Fields
-from moe_engine.models.config_sections.vision import VisionConfig
+from moe_engine.models.config_sections.vision import GATED_PROJECTORS, VisionConfig
 from moe_engine.models.vision.own_processors import PROCESSOR_FILE, own_processor, processor_fields
 from moe_engine.planning.flags.image_flags import pixel_bounds
 from moe_engine.planning.memory.ledger import LedgerRow
@@ -74,8 +74,11 @@ def largest_image(vision: VisionConfig, context_len: int) -> int:
 
 def encoder_bytes(vision: VisionConfig, patches: int, dtype_bytes: int) -> int:
     """Peak memory of the tower for an image: pixels, residual stream and normed input, and the larger of attention
-    (queries, keys, values, their copies, the result), MLP (gate, up and their product), and a projector of patches."""
+    (queries, keys, values, their copies, the result), MLP (gate, up and their product), and a projector of patches, or
+    one with a gate of tokens."""
     attention, mlp = 7 * vision.num_heads * vision.head_dim, 3 * vision.intermediate + vision.width
     projector = 2 * vision.projector_width + vision.out_width if vision.projector_width else 0
+    if vision.tower in GATED_PROJECTORS:
+        projector = (3 * vision.projector_width + vision.out_width) // vision.merge**2
     row = dtype_bytes * (2 * vision.width + max(attention, mlp, projector)) + (4 + dtype_bytes) * vision.patch_width
     return patches * (row + 4 * ANGLE_COPIES * vision.head_dim)

@@ -47,7 +47,7 @@ TORCH: dict[str, Any] = {
     "linear_backend": "torch", "ops_backend": "torch",
 }  # fmt: skip
 WITH_IMAGES = " with images"
-IMAGES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
+IMAGES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "glm4v", "glm4v_moe")
 """Kinds of `vision_checkpoints`."""
 POOLED = ("llama", "qwen2", "qwen3")
 REGEX = r"[a-d]{3,9}(xy|zab)[0-9]{2,30}"
@@ -224,7 +224,7 @@ def _has_experts(kind: str) -> bool:
     from tests.models.random_shapes import EXPERTS
 
     kind = kind.removesuffix(WITH_IMAGES)
-    known = ("deepseek", "kimi", "ling", "glm5", "glm_moe", "minimax_m", "qwen4", "qwen3_vl_moe")
+    known = ("deepseek", "kimi", "ling", "glm5", "glm_moe", "minimax_m", "qwen4", "qwen3_vl_moe", "glm4v_moe")
     return kind in EXPERTS or kind.startswith(known)
 
 

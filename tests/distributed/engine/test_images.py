@@ -40,6 +40,8 @@ COUNT = 4
         pytest.param("qwen3_vl_moe", {"tp_size": 2, "attn_dp_size": 2}, marks=pytest.mark.exhaustive),
         pytest.param("qwen3_vl_moe", {"dp_size": 2}, marks=pytest.mark.exhaustive),
         pytest.param("qwen2_5_vl", {"tp_size": 2}, marks=pytest.mark.exhaustive),
+        ("glm4v", {"tp_size": 2}),
+        pytest.param("glm4v_moe", {"tp_size": 2, "ep_size": 2}, marks=pytest.mark.exhaustive),
     ],
 )
 def test_equal_to_transformers(

@@ -20,6 +20,7 @@ from tests.speculation.eagle_heads import LAYERS, Form, ReferenceHead
 
 WAYS: dict[str, tuple[str, dict[str, Any]]] = {
     "n-grams": ("qwen2_5_vl", NGRAM), "MTP layer": ("qwen3_5", CHAIN),
+    "n-grams beside experts": ("glm4v_moe", NGRAM),
     "tree of a head": ("qwen3_vl", TREE | {"speculative_algorithm": "EAGLE3"}),
 }  # fmt: skip
 
