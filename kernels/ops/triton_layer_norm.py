@@ -61,15 +61,17 @@ def _plan(width: int, add: bool, biased: bool) -> tuple[dict[str, Any], int]:
 
 
 def aot_cases() -> list[AotCase]:
-    """Phi-3.5-MoE, the first norm and the others; Command A and R7B, without biases."""
+    """Phi-3.5-MoE, the first norm and the others; the indexer's input of Mistral Large 4; Command A and R7B, without
+    biases."""
     signature = dict.fromkeys(("x", "residual", "out"), "*bf16") | dict.fromkeys(("weight", "bias"), "*fp32")
     signature |= {"x_stride": "i32:16", "eps": "fp32"}
-    plans = [(width, add, True, *_plan(width, add, True)) for width in (4096,) for add in (False, True)]
+    biased = ((4096, False), (4096, True), (6144, False))
+    plans = [(width, add, True, *_plan(width, add, True)) for width, add in biased]
     plans += [(width, add, False, *_plan(width, add, False)) for width in (4096, 12288) for add in (False, True)]
     return [
         AotCase(
-            f"{'add_' * add}layer_norm{'' if biased else '_unbiased'}_{width}_bf16", layer_norm_kernel, signature,
+            f"{'add_' * add}layer_norm{'' if has_bias else '_unbiased'}_{width}_bf16", layer_norm_kernel, signature,
             constants, warps, 3, False,
         )
-        for width, add, biased, constants, warps in plans
+        for width, add, has_bias, constants, warps in plans
     ]  # fmt: skip

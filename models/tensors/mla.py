@@ -36,7 +36,7 @@ def indexer_tensors(a: MLAConfig, hidden: int) -> Iterator[TensorSpec]:
     assert a.indexer is not None
     heads, width = a.indexer.num_heads, a.index_width
     if a.indexer.from_input:
-        yield from (TensorSpec(f"q_input_norm.{part}", (hidden,), Kind.PLAIN) for part in ("weight", "bias"))
+        yield from (TensorSpec(f"q_input_norm.{part}", (hidden,), Kind.WIDE) for part in ("weight", "bias"))
         yield from linear("wq_b", heads * width, hidden)
     else:
         assert a.q_lora_rank is not None

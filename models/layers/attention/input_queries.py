@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import layer_norm, pad
+from torch.nn.functional import pad
 
 from moe_engine.kernels.backends import Backends
 from moe_engine.kernels.ops.head_factors import scale_heads
@@ -23,6 +23,7 @@ from moe_engine.models.config import MLAConfig, ModelConfig
 from moe_engine.models.layers.attention.indexer import index_queries
 from moe_engine.models.layers.attention.sparse_mla import SparseMLAAttention
 from moe_engine.models.layers.linear import Linear, load_linear, stacks
+from moe_engine.models.layers.norm import LayerNorm
 from moe_engine.models.weights import WeightSource
 from moe_engine.parallel.share import WHOLE, Share
 
@@ -49,14 +50,12 @@ class InputIndexQueries:
     def __init__(self, mla: MLAConfig, hidden: int, reader: WeightSource, backends: Backends, prefix: str) -> None:
         assert mla.indexer is not None
         name, ((rows_name, rows),) = f"{prefix}.indexer", index_queries(mla, prefix).items()
-        self.weight = reader.tensor(f"{name}.q_input_norm.weight", (hidden,))
-        self.bias = reader.tensor(f"{name}.q_input_norm.bias", (hidden,))
+        self._norm = LayerNorm(backends.ops, reader, f"{name}.q_input_norm", hidden, NORM_EPS)
         self._product = load_linear(backends.linear, reader, [rows_name], [rows], hidden)
         self._factors = HeadFactors(backends.ops, reader, name, mla.indexer.num_heads)
 
     def __call__(self, hidden: Tensor, positions: Tensor) -> Tensor:
-        normed = layer_norm(hidden, self.weight.shape, self.weight, self.bias, NORM_EPS)
-        return self._factors(self._product(normed), positions)
+        return self._factors(self._product(self._norm(hidden)), positions)
 
 
 @dataclass(frozen=True)

@@ -49,6 +49,7 @@ def test_decodes_are_captured(kind: str, tmp_path: Path, monkeypatch: pytest.Mon
     """Prompts in chunks, a prefix of the cache, replayed decodes, no waits."""
     sometimes_warm(monkeypatch)
     path = MADE[kind](tmp_path / "model")
+    kernels.launches.clear()
     more = {"cuda_graph_max_bs": 2, "chunked_prefill_size": 4, **FEW, "ops_backend": "triton"}
     found = compared(path, tmp_path, script([GREEDY, GREEDY]), {}, **more)
     assert found.num_graphs == 2 and found.waits == []
