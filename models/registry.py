@@ -126,7 +126,7 @@ for _name, _target, _parser in (
     ("LongcatFlashForCausalLM", _LONGCAT, "moe_engine.models.config_parsers.longcat:parse_longcat_flash"),
     ("Cohere2ForCausalLM", _DENSE, _COHERE),
     ("Cohere2MoeForCausalLM", _DENSE, _COHERE),
-    ("Cohere2VisionForConditionalGeneration", _DENSE, _COHERE),
+    ("Cohere2VisionForConditionalGeneration", _IMAGE_TEXT, f"{_COHERE}_vision"),
     ("LlamaForCausalLM", _DENSE, "parse_dense"),
     ("Llama4ForConditionalGeneration", _IMAGE_TEXT, "moe_engine.models.config_parsers.llama4:parse_llama4"),
     ("Llama4ForCausalLM", _DENSE, "moe_engine.models.config_parsers.llama4:parse_llama4"),

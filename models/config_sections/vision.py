@@ -11,6 +11,7 @@ from dataclasses import dataclass
 QWEN2 = "moe_engine.models.vision.qwen2_vl:Qwen2Tower"
 QWEN2_5 = "moe_engine.models.vision.qwen2_5_vl:Qwen25Tower"
 QWEN3 = "moe_engine.models.vision.qwen3_vl:Qwen3Tower"
+COHERE2 = "moe_engine.models.vision.cohere2:Cohere2Tower"
 KIMI = "moe_engine.models.vision.kimi_k25:KimiTower"
 KIMI_K3 = "moe_engine.models.vision.kimi_k3:KimiK3Tower"
 DEEPSEEK_V41 = "moe_engine.models.vision.deepseek_v41:DeepseekV41Tower"
@@ -22,7 +23,7 @@ MINIMAX_M3 = "moe_engine.models.vision.minimax_m3:MiniMaxM3Tower"
 PIXTRAL_NATIVE = "moe_engine.models.vision.pixtral:NativePixtralTower"
 PIXTRAL_12B = "moe_engine.models.vision.pixtral:UnmergedTower"
 """Values of `VisionConfig.tower`."""
-GATED_PROJECTORS = GLM4V, GLM5_NEXT
+GATED_PROJECTORS = COHERE2, GLM4V, GLM5_NEXT
 """Towers whose projector has a gate, after the product that joins the patches of a token."""
 
 
@@ -54,7 +55,8 @@ class VisionConfig:
         size_marks: special tokens before a placeholder, between which the size of the image is written.
         tile: patches of a tile in one direction, where an image is cut into tiles; more than one have a tile of the
             whole image after them, which its grid does not count. 0: no tiles.
-        tile_marks: tokens of the text between the tiles of a row, after a row of tiles, and before the last tile.
+        tile_marks: tokens of the text between the tiles of a row, after a row of tiles, and before the last tile; a
+            single one: after each tile.
     """
 
     tower: str
@@ -88,7 +90,7 @@ class VisionConfig:
     around: tuple[int, int] | None = None
     size_marks: tuple[str, str] | None = None
     tile: int = 0
-    tile_marks: tuple[int, int, int] | None = None
+    tile_marks: tuple[int, ...] | None = None
 
     @property
     def patch_width(self) -> int:

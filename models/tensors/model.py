@@ -20,7 +20,7 @@ from moe_engine.models.tensors.spec import Kind, TensorSpec
 from moe_engine.models.tensors.spec import linear as _linear
 from moe_engine.models.tensors.spec import norm as _norm
 from moe_engine.models.tensors.stream import gate_tensors, ngram_tensors
-from moe_engine.models.tensors.vision import AUDIO, PREFIX, vision_tensors
+from moe_engine.models.tensors.vision import AUDIO, POOLING_HEAD, PREFIX, vision_tensors
 
 EMBEDDING = "model.embed_tokens.weight"
 _LAYERS = "model.layers."
@@ -443,16 +443,16 @@ def names_outside_model(config: ModelConfig, names: Collection[str]) -> set[str]
 
     Rotary frequencies, constant decays; a head that is tied to the embedding, or of a pooled model; MTP layers, which
     have an index >= num_hidden_layers and one of `MTP_INPUTS` (another layer there is missing from config.json's
-    count); the layers that an override of num_hidden_layers cuts off; a vision tower, if it is not loaded; audio;
-    scales of the KV cache; scores of the residual's rows before the first layer, where there is one row; projections of
-    zero experts, which transformers saves.
+    count); the layers that an override of num_hidden_layers cuts off; a vision tower, if it is not loaded; the pooling
+    head of a tower; audio; scales of the KV cache; scores of the residual's rows before the first layer, where there is
+    one row; projections of zero experts, which transformers saves.
     """
     unread = {i for i in mtp_layers(names) if i >= config.num_layers} | set(
         range(config.num_layers, config.stored_layers)
     )
     no_head = config.tie_word_embeddings or config.pooling is not None
     unused = ("lm_head.",) * no_head + (PREFIX,) * (config.vision is None) + UNREAD_MTP.get(config.architecture, ())
-    unused += AUDIO + (_FIRST_SCORES,) * (config.residual_block > 0)
+    unused += (*AUDIO, POOLING_HEAD) + (_FIRST_SCORES,) * (config.residual_block > 0)
     ends = (_ROTARY, *_DECAYS, *TABLES, *KV_SCALES) + (_IMAGE_BIAS,) * (not config.routes_images())
     found = {name for name in names if name.endswith(ends) or name.startswith(unused) or NGRAMS in name}
     if config.moe is not None and config.moe.num_zero:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from moe_engine.models.config_sections.vision import (
+    COHERE2,
     DEEPSEEK_V41,
     GLM4V,
     GLM5_NEXT,
@@ -24,6 +25,8 @@ from moe_engine.models.config_sections.vision import (
 PREFIX = "visual."
 AUDIO = "audio_encoder.", "speech_embeddings."
 """Begins of the names of audio towers, which are not served (MiMo-V2.5)."""
+POOLING_HEAD = "visual.head."
+"""Begin of the names of SigLIP's pooling head, which no model for images and text reads."""
 DELIMITERS = ("image_start", "image_newline", "image_end")
 """Embeddings before an image, after each of its rows and after it (DeepSeek V4.1)."""
 Entry = tuple[str, tuple[int, ...], bool]
@@ -198,14 +201,7 @@ def _pixtral(v: VisionConfig) -> Iterator[Entry]:
 def _minimax_m3(v: VisionConfig) -> Iterator[Entry]:
     yield "embeddings.patch_embedding.weight", patch_shape(v), False
     yield from _layer_norm("pre_layrnorm", v.width)
-    for i in range(v.num_layers):
-        block = f"encoder.layers.{i}"
-        yield from _layer_norm(f"{block}.layer_norm1", v.width)
-        yield from _layer_norm(f"{block}.layer_norm2", v.width)
-        for part in ("q_proj", "k_proj", "v_proj", "out_proj"):
-            yield from _linear(f"{block}.self_attn.{part}", v.width, v.width)
-        yield from _linear(f"{block}.mlp.fc1", v.intermediate, v.width)
-        yield from _linear(f"{block}.mlp.fc2", v.width, v.intermediate)
+    yield from _clip_blocks(v)
     for name, columns in (("projector", v.width), ("merge_mlp", v.out_width * v.merge**2)):
         yield from _linear(f"{name}.linear_1", v.projector_width, columns)
         yield from _linear(f"{name}.linear_2", v.out_width, v.projector_width)
@@ -230,6 +226,27 @@ def _llama4(v: VisionConfig) -> Iterator[Entry]:
     yield "projector.linear_1.weight", (v.out_width, v.projector_width), False
 
 
+def _cohere2(v: VisionConfig) -> Iterator[Entry]:
+    yield "embeddings.patch_embedding.weight", patch_shape(v), False
+    yield "embeddings.patch_embedding.bias", (v.width,), False
+    yield "embeddings.position_embedding.weight", (v.num_positions, v.width), False
+    yield from _clip_blocks(v)
+    yield from _layer_norm("post_layernorm", v.width)
+    yield from _linear("projector.linear_1", 2 * v.projector_width, v.merged_width)
+    yield from _linear("projector.linear_2", v.out_width, v.projector_width)
+
+
+def _clip_blocks(v: VisionConfig) -> Iterator[Entry]:
+    for i in range(v.num_layers):
+        block = f"encoder.layers.{i}"
+        yield from _layer_norm(f"{block}.layer_norm1", v.width)
+        yield from _layer_norm(f"{block}.layer_norm2", v.width)
+        for part in ("q_proj", "k_proj", "v_proj", "out_proj"):
+            yield from _linear(f"{block}.self_attn.{part}", v.width, v.width)
+        yield from _linear(f"{block}.mlp.fc1", v.intermediate, v.width)
+        yield from _linear(f"{block}.mlp.fc2", v.width, v.intermediate)
+
+
 def _block(name: str, v: VisionConfig, norms: tuple[str, str], linear: tuple[str, str, str, str]) -> Iterator[Entry]:
     """A transformer block with layer norms, by the names of its parts: linear layers of q, k and v, of the output, and
     both of the MLP."""
@@ -252,6 +269,7 @@ def _layer_norm(name: str, width: int) -> Iterator[Entry]:
 
 
 _BY_TOWER: dict[str, Callable[[VisionConfig], Iterator[Entry]]] = {
+    COHERE2: _cohere2,
     DEEPSEEK_V41: _deepseek_v41,
     GLM4V: _glm4v,
     GLM5_NEXT: _glm5_next,

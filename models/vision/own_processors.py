@@ -8,6 +8,7 @@ from typing import Any
 
 from moe_engine.models.checkpoint_names.mistral_native import native_fields, native_file
 from moe_engine.models.config_sections.fields import read_json
+from moe_engine.models.vision.cohere2_pixels import Cohere2Processor
 from moe_engine.models.vision.deepseek_v41_pixels import DeepseekV41Processor
 from moe_engine.models.vision.glm_pixels import Glm4vProcessor, GlmProcessor
 from moe_engine.models.vision.kimi_pixels import KimiProcessor
@@ -15,7 +16,15 @@ from moe_engine.models.vision.llama4_pixels import Llama4Processor
 from moe_engine.models.vision.minimax_pixels import qwen_fields
 from moe_engine.models.vision.pixtral_pixels import PixtralProcessor
 
-OwnProcessor = DeepseekV41Processor | Glm4vProcessor | GlmProcessor | KimiProcessor | Llama4Processor | PixtralProcessor
+OwnProcessor = (
+    Cohere2Processor
+    | DeepseekV41Processor
+    | Glm4vProcessor
+    | GlmProcessor
+    | KimiProcessor
+    | Llama4Processor
+    | PixtralProcessor
+)
 
 PROCESSOR_FILE = "preprocessor_config.json"
 _WHOLE_FILE = "processor_config.json"
@@ -54,5 +63,5 @@ def own_processor(folder: Path) -> OwnProcessor | None:
         return found
     file = folder / "config.json"
     config = read_json(file) if file.is_file() else {}
-    own = DeepseekV41Processor.of(fields, config) or Llama4Processor.of(fields, config)
-    return own or PixtralProcessor.of(fields, config)
+    makers = (DeepseekV41Processor.of, Llama4Processor.of, Cohere2Processor.of, PixtralProcessor.of)
+    return next((own for of in makers if (own := of(fields, config)) is not None), None)

@@ -101,12 +101,14 @@ class PatchTransformer:
         self.patches = load_product(backends, reader, [name], v.width, v.patch_width, shape, bias=patch_bias)
 
     def attend(
-        self, block: AttentionWeights, hidden: Tensor, places: Tensor, table: RotaryTable, lens: tuple[int, ...]
+        self, block: AttentionWeights, hidden: Tensor, places: Tensor, table: RotaryTable | None, lens: tuple[int, ...]
     ) -> Tensor:
-        """hidden [P, D] -> [P, D]. places: row of `table` for each patch; lens: patches that attend to each other."""
+        """hidden [P, D] -> [P, D]. places: row of `table` for each patch, None: no rotation; lens: patches that attend
+        to each other."""
         heads, width = self.vision.num_heads, self.vision.head_dim
         qkv = self._heads(block, hidden)
-        self.ops.rotate_leading(qkv[:, : 2 * heads], places, table)
+        if table is not None:
+            self.ops.rotate_leading(qkv[:, : 2 * heads], places, table)
         q, k, v = qkv.split(heads, 1)
         return block.proj(self._attention.run(q, k, v, lens, width**-0.5).flatten(1))
 
@@ -119,7 +121,7 @@ class PatchTransformer:
         blocks: Sequence[UngatedBlock],
         hidden: Tensor,
         places: Tensor,
-        table: RotaryTable,
+        table: RotaryTable | None,
         lens: tuple[int, ...],
         activation: Callable[[Tensor], Tensor],
     ) -> Tensor:

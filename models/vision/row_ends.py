@@ -1,4 +1,5 @@
-"""Tokens of the text among an image's tokens: after its rows in Mistral's models, at its tiles in Llama 4.
+"""Tokens of the text among an image's tokens: after its rows in Mistral's models, at its tiles in Llama 4 and Command A
+Vision.
 
 Legend: N tokens of an image with those of the text, R rows and C columns of the tower's tokens, D hidden; B tiles of S
 tokens.
@@ -23,7 +24,7 @@ class RowEnds:
         assert config.vision is not None
         self._vision, table = config.vision, (config.vocab_size, config.hidden_size)
         cuts = [Cut(slice(token, token + 1)) for token in self._vision.row_ends or self._vision.tile_marks or ()]
-        self.weight = torch.cat([reader.tensor(EMBEDDING, table, cut) for cut in cuts])  # [2 or 3, D]
+        self.weight = torch.cat([reader.tensor(EMBEDDING, table, cut) for cut in cuts])  # [1 to 3, D]
 
     def insert(self, rows: Tensor, grid: Grid) -> Tensor:
         """The tower's rows [R * C, D] -> [N, D]: one token after each row, another after the last."""
@@ -36,7 +37,10 @@ class RowEnds:
         return out.flatten(0, 1)
 
     def _at_tiles(self, tiles: Tensor, grid: Grid) -> Tensor:
-        """Rows of all tiles [B, S, D] -> [N, D]: marks after tiles and rows of tiles, one before the last tile."""
+        """Rows of all tiles [B, S, D] -> [N, D]: marks after tiles and rows of tiles, one before the last tile; or one
+        after each tile."""
+        if len(self.weight) == 1:
+            return torch.cat((tiles, self.weight.expand(len(tiles), 1, -1)), 1).flatten(0, 1)
         between, behind, last = self.weight.unsqueeze(1)  # [1, D] each
         columns, parts = grid[2] // self._vision.tile, []
         for i, tile in enumerate(tiles[:-1]):

@@ -31,6 +31,7 @@ from tests.models.parity_families import Family, Pixels, Prompt
         ("step3p7", "chunked"),
         ("laguna", "chunked"),
         ("llama4", "chunked"),
+        ("cohere2_vision", "cached"),
         ("afmoe", "chunked"),
         ("gpt_oss", "chunked"),
         ("glm4_moe", "MTP drafts"),
@@ -70,7 +71,15 @@ from tests.models.parity_families import Family, Pixels, Prompt
 )
 def test_tokens_equal_transformers(kind: str, form: str, tmp_path: Path) -> None:
     seed = random.randrange(2**31)
-    if kind in (*IMAGE_KINDS, "kimi_k25", "minimax_m3", "qwen4_exp", "mistral_large3", "mistral_large4"):
+    if kind in (
+        *IMAGE_KINDS,
+        "cohere2_vision",
+        "kimi_k25",
+        "minimax_m3",
+        "qwen4_exp",
+        "mistral_large3",
+        "mistral_large4",
+    ):
         pytest.importorskip("PIL", reason="images need pillow: pip install -e '.[vision]'")
     for result in run_family(kind, tmp_path, seed, [form], count=6, longest=150).values():
         assert result.tokens and not result.wrong and result.error < 3e-4, (kind, form, seed, result)

@@ -71,6 +71,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "axk1": {"mlp_layer_types": ["dense", "sparse", "sparse"]},
     "cohere2": {},
     "cohere2_moe": {},
+    "cohere2_vision": {},
     "granite": {},
     "granitemoe": {},
     "granite_swa": {},
@@ -144,7 +145,7 @@ DENSE = (
     "hunyuan_v1_dense", "ministral3", "mistral3", "phi3", "seed_oss", "glm", "glm4", "gemma2", "gemma3", "cohere2",
     "granite_swa",
     "lfm2", "ministral", "olmo2", "olmo3", "smollm3", "exaone4", "granite", "mimo", "youtu",
-    "pixtral", "glm4v",
+    "pixtral", "glm4v", "cohere2_vision",
 )  # fmt: skip
 """Families without experts."""
 DOCUMENT = Path(__file__).parents[2] / "docs" / "parity.md"

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from moe_engine.media.image_process import load_processor
 from tests.models import (
+    cohere2_images,
     deepseek_v41,
     kimi_checkpoints,
     kimi_k3,
@@ -206,6 +207,23 @@ def llama4_family(kind: str, path: Path, seed: int) -> Family:
     return Family(path, made.logits, prompts, made.model.get_input_embeddings().weight)
 
 
+def cohere2_vision_family(kind: str, path: Path, seed: int) -> Family:
+    """Windows of 20 tokens, images of up to 6 tiles."""
+    made, processor = cohere2_images.make_cohere2(path, seed, **SHAPE), load_processor(str(path))
+
+    def pixels(picture: Any) -> Pixels:
+        found = processor([picture])
+        grid = tuple(found["image_grid_thw"][0].tolist())
+        return cohere2_images.TilePixels(grid, torch.from_numpy(found["pixel_values"]))
+
+    def prompts(seed: int, count: int, longest: int) -> list[Prompt]:
+        start, end = cohere2_images.START, cohere2_images.END
+        made = image_prompts(seed, count, longest, pixels, ([start], cohere2_images.IMAGE, [end]), side=60)
+        return [_with_placeholders(prompt, start, end) for prompt in made]
+
+    return Family(path, made.logits, prompts, made.model.get_input_embeddings().weight)
+
+
 def _with_placeholders(prompt: Prompt, *around: int) -> Prompt:
     """The prompt without the tokens around images, which the engine adds."""
     return replace(prompt, ids=[id for id in prompt.ids if id not in around])
@@ -330,7 +348,8 @@ def v41_fp4_family(kind: str, path: Path, seed: int, **more: Any) -> Family:
 
 
 OWN_FAMILIES: dict[str, Callable[..., Family]] = {
-    "kimi_k25": kimi_family, "llama4": llama4_family, "mistral3": mistral3_family, "pixtral": pixtral_family,
+    "kimi_k25": kimi_family, "cohere2_vision": cohere2_vision_family, "llama4": llama4_family,
+    "mistral3": mistral3_family, "pixtral": pixtral_family,
     "mistral_large3": mistral_large3_family, LARGE4: mistral_large4_family,
     "deepseek_v4": v4_family, "minimax_m3": minimax_m3_family, "kimi_k3": k3_family, "ling_v2_5": ling_family,
     "ling_v2": ling_v2_family, "mimo": mimo_family,

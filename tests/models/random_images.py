@@ -22,6 +22,7 @@ from moe_engine.models.config_file import load_model_config
 from moe_engine.models.families.image_text import ImageInputs
 from moe_engine.models.vision.positions import axis_positions
 from tests.models import (
+    cohere2_images,
     glm5_next_images,
     kimi_checkpoints,
     kimi_k3,
@@ -46,11 +47,12 @@ from tests.models.vision_checkpoints import GLM, GreedyOracle, Oracle, Pixels
 
 QWEN = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", *GLM)
 MISTRAL = ("mistral", "ministral3", "mistral4", "mistral_large3", "pixtral")
-KINDS = (*QWEN, *MISTRAL, "kimi_k25", "llama4", "minimax_m3", "glm5_next", GATED_STREAMS)
+COHERE2 = "cohere2_vision"
+KINDS = (*QWEN, *MISTRAL, "kimi_k25", "llama4", COHERE2, "minimax_m3", "glm5_next", GATED_STREAMS)
 FORMULAS = ("deepseek_v41", "kimi_k3")
 IMAGES: dict[str, int] = {
     **dict.fromkeys(QWEN, vision_checkpoints.IMAGE), **dict.fromkeys(MISTRAL, mistral3_checkpoints.IMAGE),
-    "llama4": llama4_images.IMAGE,
+    "llama4": llama4_images.IMAGE, COHERE2: cohere2_images.IMAGE,
     "kimi_k25": kimi_checkpoints.IMAGE, "minimax_m3": minimax_m3_images.IMAGE, "glm5_next": vision_checkpoints.IMAGE,
     GATED_STREAMS: vision_checkpoints.IMAGE, "deepseek_v41": v41_tower.IMAGE, "kimi_k3": kimi_k3.IMAGE,
 }  # fmt: skip
@@ -85,6 +87,8 @@ class Drawn(Pixels):
     tile: int
 
     def placeholders(self, image: int) -> list[int]:
+        if self.tile and image == cohere2_images.IMAGE:
+            return cohere2_images.tokens_of(self.grid, self.tile, self.merge)
         if self.tile:
             return llama4_images.tokens_of(self.grid, self.tile, self.merge)
         rows, columns = (-(-side // self.merge) for side in self.grid[1:])
@@ -126,6 +130,8 @@ def draw(kind: str, rng: random.Random) -> Shape:
             shape.frames = 1
         elif kind == "llama4":
             _tiles(shape, rng)
+        elif kind == COHERE2:
+            _tiles_of_cohere2(shape, rng)
         elif kind == "minimax_m3":
             shape.merge = shape.tower["spatial_merge_size"] = rng.choice((1, 2, 3))
             shape.tower |= {"layer_norm_eps": rng.choice((1e-6, 1e-3)), "image_size": 32 * shape.patch}
@@ -145,6 +151,15 @@ def _tiles(shape: Shape, rng: random.Random) -> None:
         "image_size": shape.tile * shape.patch, "pixel_shuffle_ratio": 1 / shape.merge,
         "intermediate_size": shape.tower["hidden_size"] * shape.merge**2, "rope_theta": rng.choice((100.0, 1e4)),
         "projector_input_dim": inner, "projector_output_dim": inner, "vision_output_dim": inner,
+    }  # fmt: skip
+
+
+def _tiles_of_cohere2(shape: Shape, rng: random.Random) -> None:
+    shape.merge, shape.frames, shape.sides = rng.choice((1, 2, 4)), 1, [rng.choice(((1, 1), (2, 1), (1, 3), (2, 2)))]
+    shape.tile = shape.merge * rng.choice((1, 2, 3))
+    shape.tower |= {
+        "image_size": shape.tile * shape.patch, "downsample_factor": shape.merge,
+        "alignment_intermediate_size": rng.choice((20, 38, 64)), "layer_norm_eps": rng.choice((1e-6, 1e-3)),
     }  # fmt: skip
 
 
@@ -203,6 +218,9 @@ def _text(kind: str, rng: random.Random) -> dict[str, Any]:
     text["tie_word_embeddings"] = rng.random() < 0.3
     if kind == "llama4":
         return text | {"tie_word_embeddings": False}
+    if kind == COHERE2:
+        kinds = [rng.choice(("sliding_attention", "full_attention")) for _ in range(text["num_hidden_layers"])]
+        return text | {"tie_word_embeddings": True, "layer_types": kinds, "logit_scale": rng.choice((0.25, 1.0))}
     if kind not in QWEN:
         return text
     if kind.startswith("qwen2"):
@@ -247,6 +265,8 @@ def make(shape: Shape, path: Path, seed: int) -> tuple[Path, GreedyOracle]:
         return path, minimax_m3_images.make_minimax_m3(path, seed, shape.tower, **shape.text)
     if shape.kind == "llama4":
         return path, llama4_images.make_llama4(path, seed, shape.tower, **shape.text)
+    if shape.kind == COHERE2:
+        return path, cohere2_images.make_cohere2(path, seed, shape.tower, **shape.text)
     if shape.kind == "kimi_k25":
         return path, kimi_checkpoints.make_kimi(path, seed, tower=shape.tower, **shape.text)
     if shape.kind == "pixtral":
