@@ -81,8 +81,10 @@ class Launch:
 
     def flag(self, name: str, *others: str) -> Any:
         """Value of a flag by its name or an older one; None: unknown, or not set."""
-        found = (self.flags.get(word, self.sizes.get(word)) for word in (name, *others))
-        return next((value for value in found if value is not None), None)
+        for word in (name, *others):
+            if (value := self.flags.get(word, self.sizes.get(word))) is not None:
+                return value
+        return None
 
     @property
     def attention_ranks(self) -> int:

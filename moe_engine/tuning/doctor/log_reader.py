@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
 
+from moe_engine.tuning.doctor.clocks import LogClock
 from moe_engine.tuning.doctor.diagnosis import Diagnosis
 from moe_engine.tuning.doctor.launch import Launch
 from moe_engine.tuning.doctor.log_lines import (
@@ -22,7 +23,6 @@ from moe_engine.tuning.doctor.log_lines import (
 )
 from moe_engine.tuning.doctor.window import Window
 
-DAY = 86400.0
 REMEMBERED = 60
 """Lines before an out-of-memory error that are searched for its phase: a traceback names the functions."""
 MAX_LINE = 65536
@@ -53,9 +53,8 @@ class LogReader:
     _last_phase: str | None = None
     _serves: bool = False
     """Whether the latest start was followed by batches."""
-    _last_time: float | None = None
+    _clock: LogClock = field(default_factory=LogClock)
     _leaders: dict[tuple[bool, str], str] = field(default_factory=dict)
-    _days: float = 0.0
     _oom_line: int = -REMEMBERED
 
     def __post_init__(self) -> None:
@@ -105,7 +104,8 @@ class LogReader:
         return diagnosis
 
     def _event(self, event: LogEvent, line: str) -> None:
-        event = self._in_order(event)
+        if event.time is not None:
+            event = event._replace(time=self._clock(event.time))
         if event.kind in ("decode", "prefill", "retraction") and self._is_repeated(event):
             return
         if event.kind in ("decode", "prefill"):
@@ -142,17 +142,6 @@ class LogReader:
         report retractions may be others than those that report batches."""
         key = event.kind == "retraction", _group(event.rank)
         return self._leaders.setdefault(key, event.rank) != event.rank
-
-    def _in_order(self, event: LogEvent) -> LogEvent:
-        """Clock times without a date start again at midnight."""
-        if event.time is None or event.time >= DAY:
-            return event
-        moment = event.time + self._days
-        if self._last_time is not None and moment < self._last_time - DAY / 2:
-            self._days += DAY
-            moment += DAY
-        self._last_time = moment
-        return event._replace(time=moment)
 
 
 @lru_cache(4096)
