@@ -44,9 +44,13 @@ print("BYE", len(client.running), flush=True)
 def start():
     started = []
 
-    def run(*arguments):
+    def run(*arguments, hangup=signal.SIG_DFL):
         command = [sys.executable, "-c", PROGRAM, *map(str, arguments)]
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        before = signal.signal(signal.SIGHUP, hangup)  # inherited; a suite started by nohup ignores it
+        try:
+            process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        finally:
+            signal.signal(signal.SIGHUP, before)
         started.append(process)
         assert process.stdout is not None
         word, port = process.stdout.readline().split()
@@ -95,13 +99,9 @@ def test_a_stop_signal_drains(start, numbers):
     assert process.stdout.read() == "BYE 0\n"
 
 
-def test_nohup(start, monkeypatch):
+def test_nohup(start):
     """A program that inherits an ignored SIGHUP keeps it so."""
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    try:
-        process, address = start(0)
-    finally:
-        signal.signal(signal.SIGHUP, before)
+    process, address = start(0, hangup=signal.SIG_IGN)
     process.send_signal(signal.SIGHUP)
     for _ in range(3):
         assert httpx.post(address + "/generate", json={"text": "x"}, timeout=60).status_code == 200
