@@ -18,6 +18,7 @@ from moe_engine.kernels.indexer.reference import TorchIndexer
 from moe_engine.kernels.ops.layer_norm import add_layer_norm
 from moe_engine.kernels.ops.protocol import Ops, RouterSpec
 from moe_engine.kernels.ops.zero_experts import add_input
+from tests.kernels.clear_choices import draw_clear
 from tests.kernels.cpu.formulas import (
     NAN,
     activated,
@@ -122,7 +123,7 @@ def check_write_kv(ops: Ops, dtype: torch.dtype, width: int) -> None:
 def check_route(ops: Ops, dtype: torch.dtype, spec: RouterSpec, tokens: int, width: int) -> None:
     x, gate = normal(tokens, width + 3, dtype=dtype)[:, :width], torch.randn(spec.num_experts, width) / width**0.5
     bias = torch.randn(spec.num_experts) - 1.0 if spec.has_bias else None  # mostly negative: 0 would win as a mask
-    weights, ids = ops.route(x, gate, bias, spec)
+    weights, ids = ops.route(draw_clear(x, gate, bias, spec), gate, bias, spec)
     assert weights.dtype == torch.float32 and ids.dtype == torch.int32
     got = torch.zeros(tokens, spec.num_experts).scatter_(-1, ids.long(), weights)
     close(got, routed_weights(x, gate, bias, spec), 2)

@@ -123,6 +123,17 @@ def router_scores(logits: Tensor, score: str) -> Tensor:
     return torch.sigmoid(logits) if score == "sigmoid" else torch.softmax(logits, -1)
 
 
+def with_bias(scores: Tensor, bias: Tensor | None, spec: RouterSpec) -> Tensor:
+    """scores [T, E] with the bias by which experts are chosen."""
+    return scores + bias.double() if spec.has_bias and bias is not None else scores.clone()
+
+
+def of_groups(choice: Tensor, spec: RouterSpec) -> Tensor:
+    """choice [T, E] -> [T, G]: what the groups of experts are chosen by."""
+    groups = choice.unflatten(-1, (spec.num_groups, -1))
+    return groups.topk(2, -1).values.sum(-1) if spec.group_score == "top2" else groups.max(-1).values
+
+
 def routed_weights(x: Tensor, gate: Tensor, bias: Tensor | None, spec: RouterSpec) -> Tensor:
     """[T, E]: the weight of every expert, 0 where it is not chosen."""
     logits = x.double() @ gate.double().T
@@ -132,12 +143,11 @@ def routed_weights(x: Tensor, gate: Tensor, bias: Tensor | None, spec: RouterSpe
         best = (logits + bias.double()).topk(spec.top_k, -1)
         return torch.zeros_like(logits).scatter_(-1, best.indices, best.values.softmax(-1))
     scores = router_scores(logits, spec.score)
-    choice = scores + bias.double() if spec.has_bias and bias is not None else scores.clone()
+    choice = with_bias(scores, bias, spec)
     if spec.group_score is not None:
-        groups = choice.unflatten(-1, (spec.num_groups, -1))
-        best = groups.topk(2, -1).values.sum(-1) if spec.group_score == "top2" else groups.max(-1).values
+        best = of_groups(choice, spec)
         keep = torch.zeros_like(best, dtype=torch.bool).scatter_(-1, best.topk(spec.topk_groups, -1).indices, True)
-        choice = groups.masked_fill(~keep.unsqueeze(-1), -torch.inf).flatten(-2)
+        choice = choice.unflatten(-1, (spec.num_groups, -1)).masked_fill(~keep.unsqueeze(-1), -torch.inf).flatten(-2)
     ids = choice.topk(spec.top_k, -1).indices
     weights = scores.gather(-1, ids)
     if spec.renormalize:

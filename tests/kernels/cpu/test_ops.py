@@ -9,6 +9,7 @@ from moe_engine.kernels.cpu.library import PATHS, Library
 from moe_engine.kernels.ops.cpu import CpuOps
 from moe_engine.kernels.ops.protocol import RouterSpec
 from tests.kernels import row_checks
+from tests.kernels.clear_choices import draw_clear
 from tests.kernels.cpu.conftest import threads
 from tests.kernels.cpu.formulas import NAN, close, normal
 from tests.kernels.row_checks import ROUTERS
@@ -95,6 +96,7 @@ def test_route(any_library: Library, dtype: torch.dtype, spec: RouterSpec, token
     bias = torch.randn(spec.num_experts) - 1.0
     narrow = ops.prepare_gate(gate.to(torch.bfloat16))
     assert narrow.dtype == torch.bfloat16, "as stored"
+    draw_clear(x, narrow, bias, spec)  # products of pairs of its numbers are compared with others
     for form in (gate, narrow):
         weights, ids = ops.route(x, form, bias, spec)
         for token in range(0, tokens, 7):

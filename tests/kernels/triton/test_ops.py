@@ -20,6 +20,7 @@ from moe_engine.kernels.permutation.reference import TorchPermutation
 from moe_engine.kernels.quantization.protocol import UNQUANTIZED, ActivationFormat, unquantized
 from tests.kernels import row_checks
 from tests.kernels.choices import Routed
+from tests.kernels.clear_choices import draw_clear
 from tests.kernels.cpu.formulas import NAN, close, drawn_scale, normal, rms_norm, rotary_table, rotated, routed_weights
 from tests.kernels.row_checks import ROUTERS
 
@@ -475,7 +476,7 @@ def test_route_of_many_tokens_does_not_split_the_sum(ops, monkeypatch):
     spec = ROUTERS["v3"]
     x, gate, bias = normal(20, 1100, dtype=torch.bfloat16), torch.randn(32, 1100) / 33, torch.randn(32)
     assert triton_router.logits_plan(20, 1100, 32, x.dtype)[1][2] == 1
-    weights, ids = ops.route(x, gate, bias, spec)
+    weights, ids = ops.route(draw_clear(x, gate, bias, spec), gate, bias, spec)
     got = torch.zeros(20, 32).scatter_(-1, ids.long(), weights)
     close(got, routed_weights(x, gate, bias, spec), 2)
 
@@ -488,7 +489,7 @@ def test_the_gate_of_a_checkpoint_is_one_product(ops):
     stored = wide.to(torch.bfloat16).float()
     gate = ops.prepare_gate(stored)
     assert gate.dtype == torch.bfloat16 and ops.prepare_gate(wide) is wide
-    weights, ids = ops.route(x, gate, bias, spec)
+    weights, ids = ops.route(draw_clear(x, gate, bias, spec), gate, bias, spec)
     close(torch.zeros(9, 32).scatter_(-1, ids.long(), weights), routed_weights(x, stored, bias, spec), 2)
     for other in ops.route(x, stored, bias, spec), ops.route(x.float(), gate, bias, spec):
         assert torch.equal(other[1], ids) and torch.allclose(other[0], weights, atol=1e-5)
