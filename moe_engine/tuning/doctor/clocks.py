@@ -9,7 +9,7 @@ from collections import deque
 DAY = 86400.0
 ZONE_STEP = 900.0
 """Seconds; differences of time zones are multiples."""
-LEAST_JUMP = 1700.0
+LEAST_JUMP = 800.0
 """Seconds between neighbors of different zones, at least: lines of one zone are out of order by less."""
 CLOCK_ERROR = 20.0
 """Seconds between lines of several machines that are neighbors in a log under load."""
