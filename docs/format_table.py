@@ -11,7 +11,7 @@ from typing import Any
 from moe_engine.kernels import tables
 from moe_engine.kernels.quantization.codes import FP4, INTEGERS
 from moe_engine.kernels.quantization.protocol import BlockFP8, RowFP8
-from moe_engine.kernels.registry import BIASES, CAPPED, CHUNKED, SINKS, SPARSE, WINDOWS, Row
+from moe_engine.kernels.registry import BIASES, CAPPED, CHUNKED, SINKS, SPANS, SPARSE, WINDOWS, Row
 from moe_engine.kernels.weight_forms import WeightForm
 from moe_engine.models import registry
 from moe_engine.models.checkpoint.tensor_header import BLOCK_TYPES
@@ -214,6 +214,8 @@ def attention_of(architecture: registry.Architecture) -> tuple[str, tuple[str, .
         return "gated delta nets, GQA", ("gqa", "delta"), ""
     if any(name in parser for name in ("parse_gpt_oss", "config_parsers.mimo:", "parse_granite_swa")):
         return "GQA, windows, sinks", ("gqa",), SINKS
+    if "families.gemma3:" in target:
+        return "GQA, windows, all tokens of an image", ("gqa",), SPANS
     if "parse_gemma2" in parser:
         return "GQA, windows, bounded scores", ("gqa",), CAPPED
     if "config_parsers.llama4:" in parser:

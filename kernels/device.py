@@ -108,7 +108,7 @@ class Need:
     `widths` None: not known yet; no backend is refused for them. `other_widths`: of layers that differ.
     `deterministic`: results must be batch-invariant, bit for bit. `moe`: the model has MoE layers. `windows`: requests
     may exceed the sliding window of some layers. `chunked`: or their chunk.
-    `capped`: attention bounds its scores.
+    `capped`: attention bounds its scores. `spans`: tokens of an image attend to later ones of it.
     `sinks`: attention has sinks. `biases`: routed experts have biases, or an activation that is not SiLU's.
     `blocks`: the model's indexer, if it has block-sparse attention. `clamped`: the activation of experts is
     clamped, without biases. `index`: the model's indexer, if it has sparse attention. `delta`: layers with a gated
@@ -140,6 +140,7 @@ class Need:
     other_widths: tuple[HeadWidths, ...] = ()
     chunked: bool = False
     capped: bool = False
+    spans: bool = False
 
     @property
     def most_selected(self) -> int:

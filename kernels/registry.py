@@ -24,6 +24,8 @@ CHUNKED = "chunked attention"
 """`AttentionCapabilities.chunked`"""
 SPARSE = "sparse attention"
 """MLA: `AttentionCapabilities.sparse`; GQA: contexts of slots in any order, in pages of one"""
+SPANS = "attention among all tokens of an image"
+"""GQA: as `SPARSE`"""
 SINKS = "attention sinks"
 """`AttentionCapabilities.sinks`; of MLA `SparseAttention.sinks`"""
 CAPPED = "bounded scores"
@@ -219,7 +221,7 @@ def _needed_parts(family: str, need: Need) -> list[str]:
     parts = {
         "attention": {
             WINDOWS: need.windows, CHUNKED: need.chunked, SPARSE: need.index is not None or need.compression,
-            SINKS: need.sinks, CAPPED: need.capped,
+            SINKS: need.sinks, CAPPED: need.capped, SPANS: need.spans,
         },
         "experts": {BIASES: need.biases, CLAMPS: need.clamped},
     }  # fmt: skip

@@ -13,7 +13,7 @@ from moe_engine.kernels import workspaces
 from moe_engine.kernels.cpu.availability import why_not as cpu_why_not
 from moe_engine.kernels.device import Device, Need
 from moe_engine.kernels.kv_format.formats import E4M3
-from moe_engine.kernels.registry import BIASES, CAPPED, CHUNKED, CLAMPS, SINKS, SPARSE, WINDOWS, Row
+from moe_engine.kernels.registry import BIASES, CAPPED, CHUNKED, CLAMPS, SINKS, SPANS, SPARSE, WINDOWS, Row
 from moe_engine.kernels.triton.availability import why_not as triton_why_not
 from moe_engine.kernels.triton.availability import why_not_cache as triton_why_not_cache
 from moe_engine.kernels.triton.availability import why_not_index_heads as triton_why_not_index_heads
@@ -215,11 +215,11 @@ MLA = [
 GQA = [
     *_torch_and_cpu(
         "attention", "TorchGQA", "CpuGQA", torch_uncaptured=_uncaptured_torch,
-        supports=(WINDOWS, CHUNKED, SPARSE, SINKS, CAPPED),
+        supports=(WINDOWS, CHUNKED, SPARSE, SPANS, SINKS, CAPPED),
     ),
     _triton_row(
         "attention.triton.attention:TritonGQA", _triton_with_cache, _FIXED, workspace=workspaces.triton,
-        why_not_captured=_uncaptured_triton, supports=(WINDOWS, CHUNKED, SPARSE, SINKS, CAPPED),
+        why_not_captured=_uncaptured_triton, supports=(WINDOWS, CHUNKED, SPARSE, SPANS, SINKS, CAPPED),
     ),
     Row(
         "flashinfer", f"{_VENDORS}.flashinfer_gqa:FlashInferGQA", 40, vendors.flashinfer_gqa,

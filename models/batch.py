@@ -37,6 +37,9 @@ class ImageRows:
     axes: Tensor  # [3, n] int64
     before: int = 0
     """Image tokens of the other half before this one (two-batch overlap): both halves' positions are in one table."""
+    spans: Sequence[tuple[Sequence[int], int]] = ()
+    """Image by image, if its tokens see each other both ways: their numbers in the step, and the place in the sequence
+    after the image's last token."""
 
 
 @dataclass(frozen=True, slots=True)

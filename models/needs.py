@@ -124,4 +124,5 @@ def need_of_model(
         linear_forms=linear_forms(model),
         capped=any(getattr(kind, "score_cap", 0.0) for kind in model.attentions),
         chunked=any(isinstance(window, ChunkWindow) for window in model.windows),
+        spans=model.vision is not None and model.vision.sees_whole,
     )

@@ -42,6 +42,7 @@ _LARGE4 = "moe_engine.models.config_parsers.mistral_large4"
 _DEEPSEEK_V4 = "moe_engine.models.families.deepseek_v4:DeepseekV4Model"
 _DEEPSEEK_V41 = "moe_engine.models.families.deepseek_v41:DeepseekV41Model"
 _GLM5_NEXT = "moe_engine.models.families.glm5_next:Glm5NextModel"
+_GEMMA3 = "moe_engine.models.families.gemma3:Gemma3Model"
 _KIMI = "moe_engine.models.families.kimi:KimiModel"
 _LING = "moe_engine.models.families.ling:LingModel"
 _KIMI_LINEAR = "moe_engine.models.families.kimi_linear:KimiLinearModel"
@@ -156,7 +157,7 @@ for _name, _target, _parser in (
     ("Gemma4ForConditionalGeneration", _DENSE, "moe_engine.models.config_parsers.gemma:parse_gemma4"),
     ("Gemma2ForCausalLM", _DENSE, "moe_engine.models.config_parsers.gemma:parse_gemma2"),
     ("Gemma3ForCausalLM", _DENSE, "moe_engine.models.config_parsers.gemma:parse_gemma3"),
-    ("Gemma3ForConditionalGeneration", _DENSE, "moe_engine.models.config_parsers.gemma:parse_gemma3"),
+    ("Gemma3ForConditionalGeneration", _GEMMA3, "moe_engine.models.config_parsers.gemma:parse_gemma3_vision"),
     ("PhiMoEForCausalLM", _DENSE, f"{_MIXTURES}:parse_phi_moe"),
     ("PhimoeForCausalLM", _DENSE, f"{_MIXTURES}:parse_phi_moe"),
     ("Qwen2ForCausalLM", _DENSE, "parse_dense"),

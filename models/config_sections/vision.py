@@ -16,6 +16,7 @@ KIMI = "moe_engine.models.vision.kimi_k25:KimiTower"
 KIMI_K3 = "moe_engine.models.vision.kimi_k3:KimiK3Tower"
 DEEPSEEK_V41 = "moe_engine.models.vision.deepseek_v41:DeepseekV41Tower"
 PIXTRAL = "moe_engine.models.vision.pixtral:PixtralTower"
+GEMMA3 = "moe_engine.models.vision.gemma3:Gemma3Tower"
 GLM4V = "moe_engine.models.vision.glm4v:Glm4vTower"
 GLM5_NEXT = "moe_engine.models.vision.glm5_next:Glm5NextTower"
 LLAMA4 = "moe_engine.models.vision.llama4:Llama4Tower"
@@ -57,6 +58,9 @@ class VisionConfig:
             whole image after them, which its grid does not count. 0: no tiles.
         tile_marks: tokens of the text between the tiles of a row, after a row of tiles, and before the last tile; a
             single one: after each tile.
+        side: patches of an image in one direction, where all images have one size; 0: they differ.
+        sees_whole: the tokens of an image attend to all tokens of the image, also to later ones.
+        written: the text of a prompt's placeholder, and the text that stands for it before the prompt is tokenized.
     """
 
     tower: str
@@ -91,6 +95,9 @@ class VisionConfig:
     size_marks: tuple[str, str] | None = None
     tile: int = 0
     tile_marks: tuple[int, ...] | None = None
+    side: int = 0
+    sees_whole: bool = False
+    written: tuple[str, str] | None = None
 
     @property
     def patch_width(self) -> int:

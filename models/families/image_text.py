@@ -1,6 +1,6 @@
 """Models for images and text: a text model with a vision tower (Qwen2-VL, Qwen2.5-VL, Qwen3-VL, Qwen3-VL-MoE,
-GLM-4.1V, GLM-4.5V, GLM-4.6V, Command A Vision; Kimi K2.5 in `models.families.kimi`, Mistral's in
-`models.families.mistral3`).
+GLM-4.1V, GLM-4.5V, GLM-4.6V, Command A Vision; Gemma 3 in `models.families.gemma3`, Kimi K2.5 in
+`models.families.kimi`, Mistral's in `models.families.mistral3`).
 
 Legend: T tokens in the step, n image tokens of them, D hidden.
 """

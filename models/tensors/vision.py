@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from moe_engine.models.config_sections.vision import (
     COHERE2,
     DEEPSEEK_V41,
+    GEMMA3,
     GLM4V,
     GLM5_NEXT,
     KIMI,
@@ -226,12 +227,22 @@ def _llama4(v: VisionConfig) -> Iterator[Entry]:
     yield "projector.linear_1.weight", (v.out_width, v.projector_width), False
 
 
-def _cohere2(v: VisionConfig) -> Iterator[Entry]:
+def _siglip(v: VisionConfig) -> Iterator[Entry]:
     yield "embeddings.patch_embedding.weight", patch_shape(v), False
     yield "embeddings.patch_embedding.bias", (v.width,), False
     yield "embeddings.position_embedding.weight", (v.num_positions, v.width), False
     yield from _clip_blocks(v)
     yield from _layer_norm("post_layernorm", v.width)
+
+
+def _gemma3(v: VisionConfig) -> Iterator[Entry]:
+    yield from _siglip(v)
+    yield "projector.mm_input_projection_weight", (v.width, v.out_width), False
+    yield "projector.mm_soft_emb_norm.weight", (v.width,), True
+
+
+def _cohere2(v: VisionConfig) -> Iterator[Entry]:
+    yield from _siglip(v)
     yield from _linear("projector.linear_1", 2 * v.projector_width, v.merged_width)
     yield from _linear("projector.linear_2", v.out_width, v.projector_width)
 
@@ -271,6 +282,7 @@ def _layer_norm(name: str, width: int) -> Iterator[Entry]:
 _BY_TOWER: dict[str, Callable[[VisionConfig], Iterator[Entry]]] = {
     COHERE2: _cohere2,
     DEEPSEEK_V41: _deepseek_v41,
+    GEMMA3: _gemma3,
     GLM4V: _glm4v,
     GLM5_NEXT: _glm5_next,
     KIMI: _kimi,

@@ -10,6 +10,7 @@ from moe_engine.models.checkpoint_names.mistral_native import native_fields, nat
 from moe_engine.models.config_sections.fields import read_json
 from moe_engine.models.vision.cohere2_pixels import Cohere2Processor
 from moe_engine.models.vision.deepseek_v41_pixels import DeepseekV41Processor
+from moe_engine.models.vision.gemma3_pixels import Gemma3Processor
 from moe_engine.models.vision.glm_pixels import Glm4vProcessor, GlmProcessor
 from moe_engine.models.vision.kimi_pixels import KimiProcessor
 from moe_engine.models.vision.llama4_pixels import Llama4Processor
@@ -19,6 +20,7 @@ from moe_engine.models.vision.pixtral_pixels import PixtralProcessor
 OwnProcessor = (
     Cohere2Processor
     | DeepseekV41Processor
+    | Gemma3Processor
     | Glm4vProcessor
     | GlmProcessor
     | KimiProcessor
@@ -63,5 +65,7 @@ def own_processor(folder: Path) -> OwnProcessor | None:
         return found
     file = folder / "config.json"
     config = read_json(file) if file.is_file() else {}
-    makers = (DeepseekV41Processor.of, Llama4Processor.of, Cohere2Processor.of, PixtralProcessor.of)
+    makers = (
+        DeepseekV41Processor.of, Llama4Processor.of, Cohere2Processor.of, Gemma3Processor.of, PixtralProcessor.of
+    )  # fmt: skip
     return next((own for of in makers if (own := of(fields, config)) is not None), None)

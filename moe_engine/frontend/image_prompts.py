@@ -90,6 +90,15 @@ class ImagePrompts:
             words = f"image {most + 1} of {len(sources)}; this server takes {most} in a request"
             raise InputError.at(surplus, f"{words} (--limit-mm-data-per-request)")
 
+    def written(self, text: str, sources: Sequence[ImageSource]) -> str:
+        """A text with its placeholders written out (`VisionConfig.written`), where they are not already."""
+        vision = self._info.vision
+        if not sources or vision is None or vision.written is None:
+            return text
+        short, whole = vision.written
+        marker = "\0"
+        return text.replace(whole, marker).replace(short, whole).replace(marker, whole)
+
     async def place(
         self, ids: Sequence[int], sources: Sequence[ImageSource], field: str
     ) -> tuple[list[int], list[ImageTokens]]:

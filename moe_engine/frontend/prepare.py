@@ -248,6 +248,7 @@ class Preparer:
             for text in texts:
                 if (least := len(text) // self._tokenizer.max_token_chars) >= limit:
                     raise too_long(f"at least {least}", limit, inp.text_field)
+        texts = [self.images.written(p.text, p.sources) for p in prompts if p.text is not None]
         for prompt, ids in zip(prompts, self._tokenizer.encode_batch(texts, inp.add_special_tokens), strict=True):
             if not ids:
                 raise InputError.at(inp.text_field, "the prompt has no tokens; send some text")

@@ -115,6 +115,11 @@ class PrefillBudget:
         """Free tokens of windowed layers; unlimited if their KV is not bounded."""
         return _UNLIMITED if self._windows is None else self._windows.available - self._windows_reserved
 
+    @property
+    def room(self) -> int:
+        """Free tokens of all layers."""
+        return max(0, int(min(self.rem_total, self.rem_windows)))
+
     def has_room(self, total: int) -> bool:
         """Whether a request fits that needs `total` tokens until its end."""
         if self._windows is not None and self._windows.of_new(total) >= self.rem_windows:
@@ -279,12 +284,13 @@ class Admission:
         left = len(entry.tokens) - request.num_computed
         count = min(left, budget.rem_chunk)
         if others:
-            count = min(count, max(0, int(min(budget.rem_total, budget.rem_windows))))
+            count = min(count, budget.room)
         if count < left:
             count = self._config.floor_page(count)
+        start = request.num_computed
+        count = self._with_whole_images(request, start, count, left, budget.room if others else _UNLIMITED)
         if count <= 0:
             return False
-        start = request.num_computed
         slots = self._kv_cache.extend(request, count)
         if slots is None:
             return False
@@ -292,6 +298,19 @@ class Admission:
         batch.jobs.append(PrefillJob(entry, start, slots, is_new=False, is_last=is_last))
         budget.spend(request, count, expected_growth(request, self._config.clip_max_new_tokens) if is_last else 0)
         return is_last
+
+    def _with_whole_images(self, request: Request, start: int, count: int, left: int, room: float) -> int:
+        """The tokens of a chunk from `start` on that does not end inside an image, if the model asks for that. An image
+        that no chunk holds gets a longer one, of at most `room` tokens."""
+        if not self._config.whole_images or count >= left:
+            return count
+        stop = start + max(count, 0)
+        cut = next((image for image in request.images if image.start - (stop == start) < stop < image.stop), None)
+        if cut is None:
+            return count
+        if cut.start > start:
+            return cut.start - start
+        return cut.stop - start if cut.stop - start <= room else 0
 
     def _must_leave(self, entry: Waiting, total: int, budget: PrefillBudget, alone: bool) -> bool:
         """Whether the request waits because returning sessions would lose their KV."""
@@ -318,6 +337,7 @@ class Admission:
         if batch.jobs and pages >= budget.rem_input:
             return Blocked.BUDGET
         count = left if pages <= budget.rem_chunk else config.floor_page(budget.rem_chunk)
+        count = self._with_whole_images(request, len(entry.tokens) - left, count, left, 0 if batch.jobs else _UNLIMITED)
         if count <= 0:
             return Blocked.BUDGET
         node = kv_cache.tree.match(entry.prefix_keys, entry.limit, request.namespace, entry.matched(kv_cache.tree).node)

@@ -101,6 +101,8 @@ class SchedulerConfig:
     """Decode steps behind each step with prompts, and the running requests from which on they are kept; 0: none."""
     delayer: DelayerSettings | None = None
     """``--enable-prefill-delayer``; None: off."""
+    whole_images: bool = False
+    """Whether no chunk may end inside an image, whose tokens attend to later ones; with a page size of 1."""
 
     init_new_token_ratio: float = 0.7
     min_new_token_ratio_factor: float = 0.14

@@ -50,7 +50,14 @@ class ImageEncoder:
     def positions(self, step: StepImages) -> ImageRows:
         """Tokens and positions of `rows`, with an empty table."""
         tokens, axes = (self._stream.from_array(part) for part in (step.tokens, step.axes))
-        return ImageRows(tokens, self._model.embedding.weight[:0], axes)
+        vision = self._model.config.vision
+        spans: list[tuple[list[int], int]] = []
+        if vision is not None and vision.sees_whole:
+            first = 0
+            for image, own in step.parts:
+                spans.append((step.tokens[first : first + len(own)].tolist(), image.stop))
+                first += len(own)
+        return ImageRows(tokens, self._model.embedding.weight[:0], axes, spans=spans)
 
     def has(self, image: ImageTokens) -> bool:
         """Whether the rows of an image are known, or can be computed."""
@@ -60,7 +67,7 @@ class ImageEncoder:
         """Runs the tower once, so that its kernels are compiled before the first image."""
         vision = self._model.config.vision
         assert vision is not None
-        side = vision.tile or 4 * vision.merge
+        side = vision.tile or vision.side or 4 * vision.merge
         pixels = torch.zeros(side * side, vision.patch_width, device=self._stream.device)
         with torch.inference_mode():
             self._model.encode(pixels, (1, side, side))

@@ -32,6 +32,7 @@ from tests.models.parity_families import Family, Pixels, Prompt
         ("laguna", "chunked"),
         ("llama4", "chunked"),
         ("cohere2_vision", "cached"),
+        ("gemma3_vision", "cached"),
         ("afmoe", "chunked"),
         ("gpt_oss", "chunked"),
         ("glm4_moe", "MTP drafts"),
@@ -73,6 +74,7 @@ def test_tokens_equal_transformers(kind: str, form: str, tmp_path: Path) -> None
     seed = random.randrange(2**31)
     if kind in (
         *IMAGE_KINDS,
+        "gemma3_vision",
         "cohere2_vision",
         "kimi_k25",
         "minimax_m3",

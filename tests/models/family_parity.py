@@ -98,6 +98,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "afmoe": {},
     "gemma2": {},
     "gemma3": {},
+    "gemma3_vision": {},
     "gemma4": {},
     "glm4_moe": {"num_mtp_layers": 1},
     "glm4_moe_lite": {"num_mtp_layers": 1, "mlp_layer_types": ["dense", "sparse", "sparse"]},
@@ -145,7 +146,7 @@ DENSE = (
     "hunyuan_v1_dense", "ministral3", "mistral3", "phi3", "seed_oss", "glm", "glm4", "gemma2", "gemma3", "cohere2",
     "granite_swa",
     "lfm2", "ministral", "olmo2", "olmo3", "smollm3", "exaone4", "granite", "mimo", "youtu",
-    "pixtral", "glm4v", "cohere2_vision",
+    "pixtral", "glm4v", "cohere2_vision", "gemma3_vision",
 )  # fmt: skip
 """Families without experts."""
 DOCUMENT = Path(__file__).parents[2] / "docs" / "parity.md"
@@ -265,6 +266,7 @@ def forms_of(kind: str) -> list[str]:
     unsupported += ("tp 2", "ep 2") if kind == "granitemoehybrid" else ()  # one group of Mamba2 on one rank
     unsupported += () if KINDS[kind].get("num_mtp_layers") else ("MTP drafts",)
     unsupported += () if KINDS[kind].get("dspark") else ("DSpark drafts",)
+    unsupported += ("chunked",) if kind == "gemma3_vision" else ()  # a page may not cut an image
     return [form for form in FORMS if form not in unsupported]
 
 

@@ -21,6 +21,7 @@ from moe_engine.media.image_process import load_processor
 from tests.models import (
     cohere2_images,
     deepseek_v41,
+    gemma3_images,
     kimi_checkpoints,
     kimi_k3,
     ling_v2,
@@ -207,6 +208,21 @@ def llama4_family(kind: str, path: Path, seed: int) -> Family:
     return Family(path, made.logits, prompts, made.model.get_input_embeddings().weight)
 
 
+def gemma3_vision_family(kind: str, path: Path, seed: int) -> Family:
+    made, processor = gemma3_images.make_gemma3(path, seed, **SHAPE), load_processor(str(path))
+
+    def pixels(picture: Any) -> Pixels:
+        found = processor([picture])
+        grid = tuple(found["image_grid_thw"][0].tolist())
+        return gemma3_images.FixedPixels(grid, torch.from_numpy(found["pixel_values"]))
+
+    def prompts(seed: int, count: int, longest: int) -> list[Prompt]:
+        start, end = gemma3_images.START, gemma3_images.END
+        return image_prompts(seed, count, longest, pixels, ([start], gemma3_images.IMAGE, [end]), side=60)
+
+    return Family(path, made.logits, prompts, made.model.get_input_embeddings().weight)
+
+
 def cohere2_vision_family(kind: str, path: Path, seed: int) -> Family:
     """Windows of 20 tokens, images of up to 6 tiles."""
     made, processor = cohere2_images.make_cohere2(path, seed, **SHAPE), load_processor(str(path))
@@ -348,8 +364,8 @@ def v41_fp4_family(kind: str, path: Path, seed: int, **more: Any) -> Family:
 
 
 OWN_FAMILIES: dict[str, Callable[..., Family]] = {
-    "kimi_k25": kimi_family, "cohere2_vision": cohere2_vision_family, "llama4": llama4_family,
-    "mistral3": mistral3_family, "pixtral": pixtral_family,
+    "cohere2_vision": cohere2_vision_family, "gemma3_vision": gemma3_vision_family,
+    "kimi_k25": kimi_family, "llama4": llama4_family, "mistral3": mistral3_family, "pixtral": pixtral_family,
     "mistral_large3": mistral_large3_family, LARGE4: mistral_large4_family,
     "deepseek_v4": v4_family, "minimax_m3": minimax_m3_family, "kimi_k3": k3_family, "ling_v2_5": ling_family,
     "ling_v2": ling_v2_family, "mimo": mimo_family,

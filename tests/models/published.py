@@ -74,6 +74,10 @@ COMMAND_A_PLUS: dict[str, Any] = {
         "position_embedding_type": "rope_gptj", "rotary_pct": 1.0,
     },
 }  # fmt: skip
+GEMMA_TOWER: dict[str, Any] = {
+    "model_type": "siglip_vision_model", "hidden_size": 1152, "image_size": 896, "intermediate_size": 4304,
+    "num_attention_heads": 16, "num_hidden_layers": 27, "patch_size": 14, "vision_use_head": False,
+}  # fmt: skip
 GEMMA_2_9B: dict[str, Any] = {
     "architectures": ["Gemma2ForCausalLM"], "model_type": "gemma2", "hidden_act": "gelu_pytorch_tanh",
     "hidden_activation": "gelu_pytorch_tanh", "hidden_size": 3584, "intermediate_size": 14336, "num_hidden_layers": 42,

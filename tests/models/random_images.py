@@ -23,6 +23,7 @@ from moe_engine.models.families.image_text import ImageInputs
 from moe_engine.models.vision.positions import axis_positions
 from tests.models import (
     cohere2_images,
+    gemma3_images,
     glm5_next_images,
     kimi_checkpoints,
     kimi_k3,
@@ -47,12 +48,13 @@ from tests.models.vision_checkpoints import GLM, GreedyOracle, Oracle, Pixels
 
 QWEN = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", *GLM)
 MISTRAL = ("mistral", "ministral3", "mistral4", "mistral_large3", "pixtral")
-COHERE2 = "cohere2_vision"
-KINDS = (*QWEN, *MISTRAL, "kimi_k25", "llama4", COHERE2, "minimax_m3", "glm5_next", GATED_STREAMS)
+COHERE2, GEMMA3 = "cohere2_vision", "gemma3_vision"
+KINDS = (*QWEN, *MISTRAL, "kimi_k25", "llama4", COHERE2, GEMMA3, "minimax_m3", "glm5_next", GATED_STREAMS)
 FORMULAS = ("deepseek_v41", "kimi_k3")
 IMAGES: dict[str, int] = {
     **dict.fromkeys(QWEN, vision_checkpoints.IMAGE), **dict.fromkeys(MISTRAL, mistral3_checkpoints.IMAGE),
     "llama4": llama4_images.IMAGE, COHERE2: cohere2_images.IMAGE,
+    GEMMA3: gemma3_images.IMAGE,
     "kimi_k25": kimi_checkpoints.IMAGE, "minimax_m3": minimax_m3_images.IMAGE, "glm5_next": vision_checkpoints.IMAGE,
     GATED_STREAMS: vision_checkpoints.IMAGE, "deepseek_v41": v41_tower.IMAGE, "kimi_k3": kimi_k3.IMAGE,
 }  # fmt: skip
@@ -132,6 +134,11 @@ def draw(kind: str, rng: random.Random) -> Shape:
             _tiles(shape, rng)
         elif kind == COHERE2:
             _tiles_of_cohere2(shape, rng)
+        elif kind == GEMMA3:
+            shape.merge, shape.frames = rng.choice((1, 2, 4)), 1
+            side = rng.choice((1, 2, 3))
+            shape.tower |= {"image_size": side * shape.merge * shape.patch, "mm_tokens_per_image": side**2}
+            shape.sides = [(side, side)] * rng.randint(1, 3)
         elif kind == "minimax_m3":
             shape.merge = shape.tower["spatial_merge_size"] = rng.choice((1, 2, 3))
             shape.tower |= {"layer_norm_eps": rng.choice((1e-6, 1e-3)), "image_size": 32 * shape.patch}
@@ -221,6 +228,9 @@ def _text(kind: str, rng: random.Random) -> dict[str, Any]:
     if kind == COHERE2:
         kinds = [rng.choice(("sliding_attention", "full_attention")) for _ in range(text["num_hidden_layers"])]
         return text | {"tie_word_embeddings": True, "layer_types": kinds, "logit_scale": rng.choice((0.25, 1.0))}
+    if kind == GEMMA3:
+        kinds = [rng.choice(("sliding_attention", "full_attention")) for _ in range(text["num_hidden_layers"])]
+        return text | {"tie_word_embeddings": True, "layer_types": kinds, "sliding_window": rng.choice((1, 3, 8, 30))}
     if kind not in QWEN:
         return text
     if kind.startswith("qwen2"):
@@ -265,6 +275,8 @@ def make(shape: Shape, path: Path, seed: int) -> tuple[Path, GreedyOracle]:
         return path, minimax_m3_images.make_minimax_m3(path, seed, shape.tower, **shape.text)
     if shape.kind == "llama4":
         return path, llama4_images.make_llama4(path, seed, shape.tower, **shape.text)
+    if shape.kind == GEMMA3:
+        return path, gemma3_images.make_gemma3(path, seed, shape.tower, **shape.text)
     if shape.kind == COHERE2:
         return path, cohere2_images.make_cohere2(path, seed, shape.tower, **shape.text)
     if shape.kind == "kimi_k25":
@@ -339,14 +351,18 @@ def _logits(
     model = loaded.model
     assert isinstance(model, ImageInputs)
     rows, is_image = torch.zeros(len(ids), config.vision.row_width), torch.zeros(len(ids), dtype=torch.bool)
-    for place, image in zip(places, images):
+    owners = torch.full((len(ids),), -1)
+    for i, (place, image) in enumerate(zip(places, images)):
         own = model.encode(image.values, image.grid)
+        owners[place : place + len(own)] = i
         rows[place : place + len(own)], is_image[place : place + len(own)] = own, True
     axes = torch.arange(len(ids)).expand(3, -1)
     if config.rope.axes:
         found, _ = axis_positions(len(ids), list(zip(places, (image.grid for image in images))), shape.merge)
         axes = torch.from_numpy(found)
     ends = sorted({rng.randint(1, len(ids)) for _ in range(3)} | {len(ids), max(1, len(ids) - 1)})
+    if config.vision.sees_whole:
+        ends = [end for end in ends if end == len(ids) or owners[end] < 0 or owners[end] != owners[end - 1]]
     logits = []
     for begin, end in zip([0, *ends], ends):
         batch = loaded.batch([stepper.Chunk(0, ids[begin:end], decode=end == begin + 1)])
@@ -357,7 +373,13 @@ def _logits(
             first = places // config.attention.pool * config.attention.pool
             batch = replace(batch, pool_starts=PoolStarts(places, axes[:, first].T))
         if len(inside):
-            batch = replace(batch, images=ImageRows(inside, rows[begin:end][inside], axes[:, begin:end][:, inside]))
+            numbers = sorted(set(owners[begin:end].tolist()) - {-1}) if config.vision.sees_whole else []
+            spans = [
+                ((owners[begin:end] == i).nonzero().flatten().tolist(), int((owners == i).nonzero().max()) + 1)
+                for i in numbers
+            ]
+            own = ImageRows(inside, rows[begin:end][inside], axes[:, begin:end][:, inside], spans=spans)
+            batch = replace(batch, images=own)
         logits.append(model.logits(model.forward(batch)))
     return torch.cat(logits)
 

@@ -32,6 +32,7 @@ from tests.models.published import (
     COMMAND_A_PLUS,
     FLINT,
     GEMMA_2_9B,
+    GEMMA_TOWER,
     GRANITE_SWA,
     K_EXAONE,
     KIMI_LINEAR,
@@ -548,14 +549,14 @@ SIZES: list[tuple[dict[str, Any], float, float]] = [
     ),
     (
         {"architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3", "mm_tokens_per_image": 256}
-        | {"vision_config": {"model_type": "siglip_vision_model", "hidden_size": 1152}}
+        | {"vision_config": GEMMA_TOWER}
         | {
             "text_config": {"model_type": "gemma3_text", "hidden_size": 5376, "intermediate_size": 21504}
             | {"num_hidden_layers": 62, "num_attention_heads": 32, "num_key_value_heads": 16, "head_dim": 128}
             | {"query_pre_attn_scalar": 168, "rope_scaling": {"factor": 8.0, "rope_type": "linear"}}
             | {"sliding_window": 1024}
         },
-        27.0e9, 27.0e9,
+        27.4e9, 27.0e9,
     ),
     (
         {"architectures": ["Qwen2MoeForCausalLM"], "model_type": "qwen2_moe", "hidden_size": 3584}

@@ -52,8 +52,9 @@ GEMMA4_26B: dict[str, Any] = {
 def test_the_published_file_of_gemma_3_4b(tmp_path: Path) -> None:
     """It states little more than what differs from the class's defaults. The context has the factor already."""
     config = parse(tmp_path, GEMMA3_4B)
-    attention = config.attention
-    assert isinstance(attention, GQAConfig) and config.vision is None
+    attention, vision = config.attention, config.vision
+    assert isinstance(attention, GQAConfig) and vision is not None and vision.num_tokens((1, 64, 64)) == 256
+    assert sizes.num_parameters(config) == pytest.approx(4.3e9, rel=1e-2) and vision.image_token == 262144
     assert (attention.num_heads, attention.num_kv_heads, attention.head_dim) == (8, 4, 256)
     full, windowed = config.cache_groups
     assert full.layers == (5, 11, 17, 23, 29) and windowed.window == 1024

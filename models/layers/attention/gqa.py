@@ -32,6 +32,9 @@ from moe_engine.models.weights import WeightSource
 from moe_engine.parallel.context import ParallelContext
 from moe_engine.parallel.share import Share, heads_share
 
+QueryPart = tuple[slice | Tensor, PagedQueries, Any]
+"""Query tokens of a step, their queries and the plan of these."""
+
 
 @dataclass(frozen=True, slots=True)
 class GroupInputs:
@@ -43,6 +46,8 @@ class GroupInputs:
     slots: Tensor
     chunks: Sequence[Any] = ()
     """The queries as layers see them that attend to selected blocks (`BlockChunk`) or pools (`AttentionChunk`)."""
+    parts: Sequence[QueryPart] = ()
+    """The queries in parts, if they are not causal (`image_spans`)."""
 
 
 class ProjectedParts(NamedTuple):
@@ -285,6 +290,11 @@ class GQAttention:
         """q [T, H, Dh] -> [T, H, V], the decode group, then the prefill group."""
         inputs, paged = groups[self._group], self._paged
         plan = inputs.plan
+        if inputs.parts:
+            out = q.new_empty(*q.shape[:2], self._gqa.value_width)
+            for part, queries, own in inputs.parts:
+                out[part] = paged(q[part], k_cache, v_cache, queries, self._scale, own)
+            return out
         if len(inputs.queries) == 1:
             return paged(q, k_cache, v_cache, inputs.queries[0][1], self._scale, plan)
         out = q.new_empty(*q.shape[:2], self._gqa.value_width)

@@ -32,6 +32,8 @@ def with_images(model: ModelConfig, args: EngineArgs, folder: Path) -> ModelConf
         return model
     if args.multimodal.language_model_only:
         return dataclasses.replace(model, vision=None)
+    if vision.sees_whole:
+        _check_whole_images(vision, args)
     fields = Fields(processor_fields(folder), str(folder / PROCESSOR_FILE))
     bounds = pixel_bounds(args)
     most = bounds.get("max_pixels")
@@ -50,6 +52,19 @@ def with_images(model: ModelConfig, args: EngineArgs, folder: Path) -> ModelConf
     return dataclasses.replace(model, vision=dataclasses.replace(vision, max_patches=patches))
 
 
+def _check_whole_images(vision: VisionConfig, args: EngineArgs) -> None:
+    """Raises ConfigError for flags that would cut an image whose tokens attend to later ones."""
+    tokens, chunk = (vision.side // vision.merge) ** 2, args.memory.chunked_prefill_size
+    reason = "the tokens of an image attend to all of the image, so no chunk of a prompt may end inside it"
+    alone = "or serve the text alone with --language-model-only"
+    if chunk is not None and 0 < chunk < tokens:
+        raise ConfigError(f"--chunked-prefill-size {chunk}: {reason}; give at least {tokens}, {alone}")
+    if args.memory.page_size not in (None, 1):
+        raise ConfigError(f"--page-size {args.memory.page_size}: {reason}, nor on a page alone; leave it out, {alone}")
+    if args.scheduling.enable_mixed_chunk:
+        raise ConfigError(f"--enable-mixed-chunk: {reason}, nor be shortened by decodes; leave it out, {alone}")
+
+
 def image_rows(given: SizingInput) -> list[LedgerRow]:
     """Ledger rows of one rank: kept results, and the run of the largest image."""
     vision = given.model.vision
@@ -61,6 +76,10 @@ def image_rows(given: SizingInput) -> list[LedgerRow]:
     if given.divides_images:  # the exchanged results of the step's images, the first and last of which are cut
         step += (given.limits.num_tokens + 2 * tokens) * vision.row_width * given.dtype_bytes
     table = given.limits.num_tokens * given.model.rope.width * 4
+    if (
+        vision.sees_whole
+    ):  # the slots that each token sees in layers with windows, and the numbers that they are read by
+        table += given.limits.num_tokens * (max(filter(None, given.model.windows), default=0) + tokens) * (4 + 8)
     kept = LedgerRow("image results", given.image_cache_bytes, "of the vision tower, --vlm-cache-size-mb")
     detail = f"an image of {tokens} tokens, and the image tokens of a step"
     run = encoder_bytes(vision, patches, given.dtype_bytes) + step + table

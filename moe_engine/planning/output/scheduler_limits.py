@@ -32,6 +32,7 @@ def scheduler_config(config: ResolvedConfig) -> SchedulerConfig:
         **_cadence(config),
         ttft_slo=slo.ttft_s,
         itl_slo=slo.itl_s,
+        whole_images=config.model.vision is not None and config.model.vision.sees_whole,
     )
 
 

@@ -11,6 +11,7 @@ import torch
 from moe_engine.kernels.delta import triton_delta
 from moe_engine.kernels.ops import triton_short_conv
 from tests.engine.harness import Scripted
+from tests.models import gemma3_images
 from tests.models.checkpoints import make_checkpoint
 from tests.models.ling_v2_5 import make_ling
 from tests.models.llama4_images import make_llama4, picture
@@ -103,6 +104,22 @@ def test_decodes_behind_tiles_are_captured(tmp_path: Path) -> None:
     text = [Scripted(f"r{i}", [9, 8, 11, 7, 5], 4, 3 * i, sampling=GREEDY, logprob=True) for i in range(3)]
     requests = [with_image(text[0], 2, images[0]), with_image(text[1], 3, images[1]), with_image(text[2], 2, images[0])]
     sizes = {"page_size": 1, "context_length": 48, "max_running_requests": 3, "max_total_tokens": 160}
+    found = compared(path, tmp_path, requests, sizes, cuda_graph_bs_decode="2", **FEW)
+    assert found.num_graphs and any(step.cuda_graph for step in found.steps)
+    assert not any(step.waits for step in found.steps if step.cuda_graph)
+
+
+@pytest.mark.drawn(1)
+@pytest.mark.parametrize("window", [7, 40])
+def test_decodes_behind_whole_images_are_captured(window: int, tmp_path: Path) -> None:
+    """Gemma 3: tokens of an image attend to later ones in Triton's rows, within a window and beyond it."""
+    torch.manual_seed(5)
+    path = gemma3_images.make_gemma3(tmp_path / "model", 5, sliding_window=window).path
+    images = [gemma3_images.picture(), gemma3_images.picture()]
+    text = [Scripted(f"r{i}", [9, 8, 11, 7, 5], 4, 3 * i, sampling=GREEDY, logprob=True) for i in range(3)]
+    requests = [with_image(text[0], 2, images[0]), with_image(text[1], 3, images[1]), with_image(text[2], 2, images[0])]
+    sizes = {"page_size": 1, "context_length": 48, "max_running_requests": 3, "max_total_tokens": 160}
+    sizes |= {"chunked_prefill_size": 16}
     found = compared(path, tmp_path, requests, sizes, cuda_graph_bs_decode="2", **FEW)
     assert found.num_graphs and any(step.cuda_graph for step in found.steps)
     assert not any(step.waits for step in found.steps if step.cuda_graph)
