@@ -97,6 +97,19 @@ def test_mixed_steps():
         assert state.tpot_s == pytest.approx(tpot, rel=0.12)
 
 
+@pytest.mark.parametrize(
+    ("prompt", "output", "requests"), [(1, 10, 48), (1000, 200, 8), (300, 400, 48), (4000, 30, 48)]
+)
+def test_mixed_steps_of_equal_requests(prompt: int, output: int, requests: int):
+    """Prompts of one step stay together; those of several steps part, because the first ones do not wait."""
+    costs, form, chunk = CASES["V3, tp8"]
+    load = Load(prompt, prompt, output, equal=True)
+    ttft, tpot = simulated(costs, form, chunk, load, requests, enable_mixed_chunk=True)
+    state = planned(costs, form, chunk, load, requests, mixed=True)
+    assert state.ttft_s == pytest.approx(ttft, rel=0.25)
+    assert state.tpot_s == pytest.approx(tpot, rel=0.12)
+
+
 def test_prompts_longer_than_a_chunk():
     costs, form, _ = CASES["V3, tp8"]
     for equal in (False, True):

@@ -153,6 +153,21 @@ def of_equal_requests(steps: PromptSteps, others: Others) -> Waiting:
     return Waiting(first, steps.added(each, groups) + others.beside_s * all_requests - first)
 
 
+def of_parted_requests(steps: PromptSteps, others: Others) -> Waiting:
+    """Requests of the same lengths whose prompts need several steps, all with decodes: those of a step end together,
+    and the other steps fall into their answers. More steps than an answer has wait for each other."""
+    all_requests = 1 + others.count
+    each = max(1.0, min(all_requests, steps.chunk / steps.computed))
+    added = steps.added(each) + each * others.beside_s
+    num_steps = all_requests / each
+    most = others.num_steps / max(1.0, steps.computed / steps.chunk)
+    meanwhile = min(num_steps - 1, most)
+    queue = (num_steps - 1 - meanwhile) * added
+    share = min(1.0, (num_steps - 1) / max(1.0, most))
+    planned = others.until_planned(others.decode_s + share * added)
+    return Waiting(planned + queue + steps.first_tokens(each) + each * others.beside_s, meanwhile * added)
+
+
 def of_varied_requests(steps: PromptSteps, others: Others) -> Waiting:
     """Requests of different lengths end at any time."""
     if others.count <= 0:

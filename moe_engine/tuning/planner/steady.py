@@ -15,7 +15,14 @@ from dataclasses import dataclass, replace
 from moe_engine.tuning.costs.efficiency import Efficiency
 from moe_engine.tuning.costs.form import Form
 from moe_engine.tuning.costs.step_cost import StepCostModel, StepShape
-from moe_engine.tuning.planner.prompt_steps import Others, PromptSteps, Waiting, of_equal_requests, of_varied_requests
+from moe_engine.tuning.planner.prompt_steps import (
+    Others,
+    PromptSteps,
+    Waiting,
+    of_equal_requests,
+    of_parted_requests,
+    of_varied_requests,
+)
 
 
 @dataclass(frozen=True)
@@ -118,15 +125,19 @@ def steady_state(
     shape = StepShape(rows, round(rows * (load.prompt + load.output / 2)), drafts, 0, 0, everyone)
     decode = cost.step(shape)
     fitted = share.queue is not None
+    # with mixed steps the requests of a full prompt step go on before the others are computed
+    parted = mixed and groups == 1 and load.equal and rows * load.computed > chunk
+    in_step = load.equal and not parted
     # with attention DP some groups decode while others compute prompts; requests in step all compute them
-    beside = (shape, decode.seconds) if fitted or mixed or (groups > 1 and not load.equal) else None
+    beside = (shape, decode.seconds) if fitted or (not in_step and (mixed or groups > 1)) else None
     steps = PromptSteps(cost, load.computed, load.prompt - load.computed, chunk, beside)
     prompt_s, num_steps = steps.added(1.0), load.output / (1 + accepted)
     others = Others(max(0.0, concurrency - 1), groups, num_steps, decode.seconds, times.beside_s, outside_s)
     if share.queue is not None:
         waiting = _of_engine(share, share.queue, rows, others, steps, turns, load.equal)
     else:
-        waiting = (of_equal_requests if load.equal else of_varied_requests)(steps, others)
+        of_requests = of_equal_requests if in_step else of_parted_requests if parted else of_varied_requests
+        waiting = of_requests(steps, others)
     lost = share.prompt_weight * waiting.others / max(1.0, load.output)
     tpot = decode.seconds / (1 + accepted) + lost
     ttft = outside_s + times.prompt_deviation * waiting.first_token
