@@ -134,6 +134,11 @@ class SchedulerConfig:
                 f"the KV pool has {self.num_slots} tokens, not a positive multiple of --page-size {self.page_size}; "
                 "set --max-total-tokens to a multiple or lower --page-size"
             )
+        if self.whole_images and self.page_size != 1:
+            raise ConfigError(
+                f"--page-size is {self.page_size}, but the tokens of an image attend to all of the image, which a page "
+                "would cut; give --page-size 1"
+            )
         if self.chunked_prefill_size != -1 and self.chunked_prefill_size < self.page_size:
             raise ConfigError(
                 f"--chunked-prefill-size is {self.chunked_prefill_size}, below --page-size {self.page_size}; "

@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 
+from moe_engine.errors import ConfigError
 from moe_engine.scheduler.admission import Admission
+from moe_engine.scheduler.config import SchedulerConfig
 
 IMAGES = [SimpleNamespace(start=10, stop=26), SimpleNamespace(start=30, stop=46)]
 
@@ -55,3 +57,9 @@ def test_random_prompts_end() -> None:
 
 def test_other_models_are_cut_anywhere() -> None:
     assert cut(0, 11, whole=False) == 11 and cut(0, 11, left=11) == 11
+
+
+def test_pages_that_would_cut_images_are_refused() -> None:
+    SchedulerConfig(num_slots=64, context_len=32, whole_images=True)
+    with pytest.raises(ConfigError, match="--page-size is 16, but the tokens of an image"):
+        SchedulerConfig(num_slots=64, context_len=32, page_size=16, whole_images=True)
