@@ -90,7 +90,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def sometimes_warm(monkeypatch: pytest.MonkeyPatch) -> None:
     """In a third of the runs the engine computes steps of every size before READY: more than half of all launches."""
     if FACTOR > 1 or random.randrange(3) == 0:
-        monkeypatch.setattr(build_runner, "warm_sizes", quick_start.warm_sizes)
+        quick_start.start_whole(monkeypatch)
 
 
 def script(samplings: list[dict[str, Any]], logprob: bool | None = None) -> list[Scripted]:
@@ -154,7 +154,7 @@ def compared(path: Path, folder: Path, requests: list[Scripted], both: dict[str,
     found = serve(path, folder, requests, device="cuda", **both, **flags)
     check_answers(found.answers, expected.answers)
     assert any(answer.cached_tokens for answer in found.answers.values())
-    if build_runner.warm_sizes is quick_start.warm_sizes:
+    if quick_start.starts_whole():
         assert found.late == []
     return found
 
@@ -185,7 +185,7 @@ def test_experts_on_a_shortcut_are_captured(drafts: bool, tmp_path: Path) -> Non
 def test_drafts_within_windows_are_captured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Step 3.7: steps with drafts of two MTP layers with windows and heads of their own are replayed without waits;
     their KV is in the pool of windows. Drafts beyond the window, and beyond the layers."""
-    monkeypatch.setattr(build_runner, "warm_sizes", quick_start.warm_sizes)
+    quick_start.start_whole(monkeypatch)
     sizes = {"moe_num_experts": 4, "moe_top_k": 2, "sliding_window": 5}
     path = agreeing_checkpoint("step3p7", tmp_path / "model", random.randrange(1000), num_mtp_layers=2, **sizes)
     both = CHAIN | {"speculative_num_steps": 3, "speculative_num_draft_tokens": 4, "context_length": 24}

@@ -10,18 +10,16 @@ import torch
 
 from moe_engine.worker.device_stream import DeviceStream
 from moe_engine.worker.memory_release import MemoryRelease, ReleaseArgs, Tag
-from moe_engine.worker.startup import build_runner
 from tests.engine.harness import InProcessEngine
-from tests.simulated_cuda import quick_start
 from tests.simulated_cuda.memory import MEMORY
-from tests.simulated_cuda.on_device.test_engines import CHAIN, GREEDY, LIMITS, NONE, script
+from tests.simulated_cuda.on_device.test_engines import CHAIN, GREEDY, LIMITS, NONE, script, sometimes_warm
 from tests.speculation.agreeing import agreeing_checkpoint
 
 TAGS: list[list[Tag]] = [["kv_cache"], ["weights", "kv_cache"]]
 
 
 def test_the_device_gets_the_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(build_runner, "warm_sizes", quick_start.warm_sizes)
+    sometimes_warm(monkeypatch)
     path = agreeing_checkpoint("deepseek_v3", tmp_path / "model", 5, num_hidden_layers=2, num_mtp_layers=1)
     flags = LIMITS | NONE | CHAIN | {"disable_cuda_graph": True}
     engine = InProcessEngine(path, tmp_path / "board", device="cuda", dtype="float32", **flags)

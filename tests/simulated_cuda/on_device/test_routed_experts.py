@@ -10,17 +10,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from moe_engine.worker.startup import build_runner
 from tests.engine.harness import Answer
-from tests.simulated_cuda import kernels, quick_start
-from tests.simulated_cuda.on_device.test_engines import GREEDY, script, serve
+from tests.simulated_cuda import kernels
+from tests.simulated_cuda.on_device.test_engines import GREEDY, script, serve, sometimes_warm
 from tests.speculation.agreeing import agreeing_checkpoint
 
 LAYERS = 2
 
 
 def test_replayed_decodes_record_experts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(build_runner, "warm_sizes", quick_start.warm_sizes)
+    sometimes_warm(monkeypatch)
     path = agreeing_checkpoint("deepseek_v3", tmp_path / "model", 5, num_hidden_layers=LAYERS)
     top_k = json.loads((path / "config.json").read_text())["num_experts_per_tok"]
 
