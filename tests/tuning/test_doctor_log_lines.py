@@ -6,6 +6,7 @@ import json
 import math
 import random
 import time
+import tracemalloc
 import warnings
 
 import pytest
@@ -14,7 +15,10 @@ from moe_engine import logs as own_logs
 from moe_engine.scheduler import log_lines as own_lines
 from moe_engine.scheduler.events import PlanFacts
 from moe_engine.tuning.doctor import log_lines
+from moe_engine.tuning.doctor.diagnosis import Diagnosis
 from moe_engine.tuning.doctor.log_lines import BrokenLine, parse, server_args, split_glued
+from moe_engine.tuning.doctor.log_reader import LogReader
+from moe_engine.tuning.doctor.window import MEDIANS
 from tests.tuning import logs
 
 OLD = "Decode batch. #running-req: 5, #token: 1938, token usage: 0.24, gen throughput (token/s): 80.12, #queue-req: 3, "
@@ -278,3 +282,17 @@ def test_server_args():
     assert found == {"model_path": "/m", "tp_size": 8, "ranks": [1, 2], "x": None, "y": None}
     assert server_args('{"page_size": 64}') == {"page_size": 64}
     assert parse(logs.flags(page_size=3)).values["page_size"] == 3
+
+
+def test_a_long_window_holds_little():
+    """With --window 0 the lines of a gigabyte are one window: some values of 8 bytes for each line."""
+    reader, count = LogReader(Diagnosis(), 0), 20_000
+    lines = (logs.decode(n // 20, running=n % 300, usage=n % 89 / 100, queue=n) for n in range(count))
+    tracemalloc.start()
+    try:
+        before = tracemalloc.get_traced_memory()[0]
+        reader.read(lines)
+        held = tracemalloc.get_traced_memory()[0] - before
+    finally:
+        tracemalloc.stop()
+    assert held / count < len(MEDIANS) * 8 * 1.2

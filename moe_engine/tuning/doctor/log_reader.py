@@ -1,4 +1,4 @@
-"""A log as a stream: lines -> events -> windows -> a diagnosis. Memory does not grow with the log."""
+"""A log as a stream: lines -> events -> windows -> a diagnosis. Memory grows with a window, not with the log."""
 
 from __future__ import annotations
 
