@@ -252,16 +252,17 @@ def _filled_experts(kernel: Any, count: int, model: ExpertModel, device: str) ->
     found = [_stored(part, model.format, model.row_scales) for part in parts if quantized]
     stored, format = [part for part, _ in found], found[0][1] if found else None
     keeps = kernel.capabilities.quantized.get(type(format))
+    filled = 1 if device == "meta" else count  # meta tensors have no content: one expert reaches every conversion
     weights: ExpertWeights
     if keeps is None or (keeps.takes is not None and not keeps.takes(format)) or (squared and not keeps.squared):
         parts = [_values(part, torch.bfloat16) for part in stored] or parts
         allocate = kernel.capabilities.allocate_squared if squared else kernel.allocate
         weights = allocate(count, hidden, width, torch.bfloat16, device)
-        for expert in range(count):
+        for expert in range(filled):
             kernel.load_expert(weights, expert, *parts)
         return weights
     weights = keeps.allocate(count, hidden, width, device, format, **{"squared": True} if squared else {})
-    for expert in range(count):
+    for expert in range(filled):
         keeps.load(weights, expert, *stored)
     return weights
 
