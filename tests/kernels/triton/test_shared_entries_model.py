@@ -28,7 +28,8 @@ PAGE = 16
 FIELDS: dict[str, Any] = {
     "num_hidden_layers": 4, "compress_ratios": [0, 2, 1, 1], "kv_source_layer_ids": [1, 2], "hc_mult": 2,
     "index_source_layer_ids": [1, 2, 3], "candidate_source_layer_id": 2, "candidate_topk_blocks": 5,
-    "candidate_block_size": 4, "sliding_window": 8,
+    "candidate_block_size": 4, "sliding_window": 8, "hc_sinkhorn_iters": 4, "n_routed_experts": 4,
+    "engram_layer_ids": [1], "engram_num_embeddings": [630],
 }  # fmt: skip
 
 
@@ -54,7 +55,7 @@ def test_decodes_in_place(made: Made) -> None:
     model = stepper_of(made.path)
     dummy = (model.slot_table < PAGE).any(1)
     first, second = [i for i, row in enumerate(model.row_of) if not dummy[row]][:2]
-    lens = {first: 3, second: 45}
+    lens = {first: 3, second: 29}
     for sequence, length in lens.items():
         assert_close(model.step([Chunk(sequence, made.tokens[:length], False)])[0], made.logits[:length])
     caches, lengths = copy.deepcopy(model.kv), list(model.lengths)
@@ -64,10 +65,10 @@ def test_decodes_in_place(made: Made) -> None:
 
 
 def decode_in_place(model: Stepper, made: Made, lens: dict[int, int], count: int) -> None:
-    """Four steps of `count` tokens after the prompts, with one plan."""
+    """Three steps of `count` tokens after the prompts, with one plan."""
     planner = model.model.planner_of_decodes()  # type: ignore[attr-defined]
     plan: Any = None
-    for _ in range(4):
+    for _ in range(3):
         batch = model.batch([Chunk(s, made.tokens[n : n + count], True) for s, n in lens.items()])
         new = batch.attention.decode
         assert new is not None
