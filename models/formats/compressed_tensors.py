@@ -25,6 +25,8 @@ _BYTES = ("int-quantized", "naive-quantized")
 _FP4 = {"nvfp4-pack-quantized": NVFP4_COMPRESSED, "mxfp4-pack-quantized": MXFP4_COMPRESSED}
 _MX8 = "mxfp8-quantized"
 _FLOATS = ("float-quantized", "naive-quantized")
+_ORDERS = {"group": True, "dynamic": True, "weight": False, "static": False}
+"""By `actorder`: whether columns of a group are not adjacent."""
 
 
 def parse_compressed_tensors(section: Fields) -> WeightFormat:
@@ -93,11 +95,20 @@ def _scheme(section: Fields, group: Fields) -> Scheme:
         weights.fail("group_size", "is missing")
     symmetric = weights.flag("symmetric", True)
     if form in _PACKED:
-        order = weights.raw.get("actorder")
-        return PackedInts(bits, size, symmetric, order in ("group", True))
+        return PackedInts(bits, size, symmetric, _act_order(weights))
     if bits != 8:
         weights.fail("num_bits", f"is {bits}; format {form} is served with 8")
     return ByteInts(8, size, symmetric)
+
+
+def _act_order(weights: Fields) -> bool:
+    """Whether a tensor has the group of each column; ``static`` is ``weight`` and ``dynamic`` is ``group``."""
+    order: Any = weights.raw.get("actorder")
+    if order is None or isinstance(order, bool):
+        return bool(order)
+    if str(order).lower() not in _ORDERS:
+        weights.fail("actorder", f"{order!r} is not supported; served are {', '.join(_ORDERS)}")
+    return _ORDERS[str(order).lower()]
 
 
 def _block(form: str, weights: Fields, section: Fields) -> BlockFloat8:

@@ -17,6 +17,7 @@ from moe_engine.errors import CheckpointError, ConfigError
 from moe_engine.models.checkpoint_files import read_checkpoint
 from moe_engine.models.config_file import load_model_config
 from moe_engine.models.config_sections.fields import Fields
+from moe_engine.models.formats.schemes import SchemeFormat
 from moe_engine.models.formats.table import FORMATS, parse_format
 from moe_engine.models.header_check import check_headers
 from tests.models.checkpoints import make_checkpoint
@@ -142,6 +143,24 @@ def test_other_settings_are_refused_by_name(config: dict[str, Any], words: str) 
     with pytest.raises(ConfigError) as refusal:
         parse_format(Fields({"quantization_config": config}, "config.json"))
     assert words in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    "order,shuffled",
+    [("group", True), ("dynamic", True), ("GROUP", True), (True, True)]
+    + [("weight", False), ("static", False), (False, False), (None, False)],
+)
+def test_every_name_of_act_order_is_read(order: str | bool | None, shuffled: bool) -> None:
+    """Source: compressed-tensors, ActivationOrdering; ``dynamic`` was served with adjacent columns as groups."""
+    config = section("pack-quantized")
+    weights = next(iter(config["config_groups"].values()))["weights"]
+    weights["actorder"] = order
+    found = parse_format(Fields({"quantization_config": config}, "config.json"))
+    assert isinstance(found, SchemeFormat)
+    assert [getattr(scheme, "act_order", None) for _, scheme in found.rules] == [shuffled]
+    weights["actorder"] = "columns"
+    with pytest.raises(ConfigError, match=r"weights\.actorder 'columns' is not supported; served are group"):
+        parse_format(Fields({"quantization_config": config}, "config.json"))
 
 
 @pytest.mark.parametrize("layout,symmetric", [("gptq", True), ("gptq", False), ("awq", False)])
