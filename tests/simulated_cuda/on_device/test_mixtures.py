@@ -57,6 +57,7 @@ def test_decodes_are_captured(kind: str, tmp_path: Path, monkeypatch: pytest.Mon
     assert any(step.cuda_graph for step in found.steps)
 
 
+@pytest.mark.drawn(1, group="lightning attention on a device")
 @pytest.mark.parametrize("kind", ["minimax", "ling_v2_5"])
 def test_captured_steps_of_lightning_attention(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """MiniMax-Text-01: states in chunks and in replayed decodes, without convolution and norm. Ling 2.6: with norms and
