@@ -85,6 +85,9 @@ def _scheme(section: Fields, group: Fields) -> Scheme:
             weights.fail("strategy", f"{strategy!r} is not supported for FP8; served are tensor, channel and block")
         return MatrixFloat8() if strategy == "tensor" else Float8()
     if kind == "float" and form in _FP4 and weights.integer("num_bits") == 4:
+        size = 16 if form == "nvfp4-pack-quantized" else 32
+        if weights.raw.get("group_size") not in (None, size):
+            weights.fail("group_size", f"must be {size} in {form}")
         return _FP4[form]
     if kind != "int" or form not in (*_PACKED, *_BYTES):
         section.fail("format", f"{form!r} with {kind} weights is not supported; served are {_served()}")

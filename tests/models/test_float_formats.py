@@ -213,3 +213,14 @@ def test_experts_of_mistral_small_4(tmp_path: Path, halves: bool) -> None:
     path, other = write_pair(path, stored, plain, {"quantization_config": FLOATS[name][1]})
     check_headers(path, read_checkpoint(path), load_model_config(path))
     torch.testing.assert_close(logits_of(path), logits_of(other), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("form,size", [("nvfp4-pack-quantized", 16), ("mxfp4-pack-quantized", 32)])
+def test_groups_of_another_size_are_refused_from_the_section(form: str, size: int) -> None:
+    weights = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": size}
+    group = {"targets": ["Linear"], "weights": weights}
+    section = {"quant_method": "compressed-tensors", "format": form, "config_groups": {"group_0": group}}
+    parse_format(Fields({"quantization_config": section}, "config.json"))
+    weights["group_size"] = 64
+    with pytest.raises(ConfigError, match=rf"weights\.group_size must be {size} in {form}"):
+        parse_format(Fields({"quantization_config": section}, "config.json"))
