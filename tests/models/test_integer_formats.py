@@ -151,7 +151,7 @@ def test_other_settings_are_refused_by_name(config: dict[str, Any], words: str) 
     + [("weight", False), ("static", False), (False, False), (None, False)],
 )
 def test_every_name_of_act_order_is_read(order: str | bool | None, shuffled: bool) -> None:
-    """Source: compressed-tensors, ActivationOrdering; ``dynamic`` was served with adjacent columns as groups."""
+    """Source: compressed-tensors, ActivationOrdering. Files of ``dynamic`` were refused after a read of all weights."""
     config = section("pack-quantized")
     weights = next(iter(config["config_groups"].values()))["weights"]
     weights["actorder"] = order
