@@ -100,7 +100,10 @@ def test_pixels(path: Path, kind: str, tmp_path: Path) -> None:
     args: dict[str, Any] = {"model_path": str(tmp_path), "max_total_tokens": 64}
     vision = prepare(EngineArgs.from_kwargs(**args)).model.vision
     assert vision is not None and vision.max_patches == 60 * MERGE**2 and vision.video_token == VIDEO
-    for height, width in ((random.randint(10, 300), random.randint(10, 300)), (8, 9), (2000, 300)):
+    tall = random.randint(10, 300)
+    # a side shorter than a token counts as one: images of more than 12 times their other side exceed 12 tokens
+    wide = random.randint(max(10, tall // 10), min(300, 10 * tall))
+    for height, width in ((tall, wide), (8, 9), (2000, 300)):
         values = np.random.default_rng(random.getrandbits(32)).integers(0, 256, (height, width, 3), dtype=np.uint8)
         for most in (60, 12):
             size = VOLUME | {"longest_edge": 2 * most * TOKEN_PIXELS**2}

@@ -20,7 +20,9 @@ from moe_engine.worker.image_encoder import ImageEncoder, divide
 from tests.examples import examples
 
 WIDTH, PATCH = 6, 4
-VISION: Any = SimpleNamespace(row_width=WIDTH, patch_width=PATCH, num_tokens=lambda grid: grid[1] * grid[2] // 4)
+VISION: Any = SimpleNamespace(
+    row_width=WIDTH, patch_width=PATCH, sees_whole=False, num_tokens=lambda grid: grid[1] * grid[2] // 4
+)
 HOST = DeviceStream("cpu")
 
 
