@@ -5,10 +5,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from moe_engine.errors import ConfigError
+from moe_engine.models.vision.tiles import TileProcessor
 
 if TYPE_CHECKING:
     import numpy as np
@@ -17,21 +18,15 @@ MODEL = "llama4"
 
 
 @dataclass(frozen=True)
-class Llama4Processor:
+class Llama4Processor(TileProcessor):
     """
     Attributes:
-        patch, tile: sides in pixels. most: tiles of a canvas. enlarges: small images too fill the largest canvas.
-        resample: Pillow's number of the filter.
+        enlarges: small images too fill the largest canvas.
     """
 
-    patch: int
     tile: int = 336
     most: int = 16
     enlarges: bool = False
-    resample: int = 2
-    scale: float = 1 / 255
-    mean: tuple[float, ...] = (0.5, 0.5, 0.5)
-    std: tuple[float, ...] = (0.5, 0.5, 0.5)
 
     @classmethod
     def of(cls, fields: Mapping[str, Any], config: Mapping[str, Any]) -> Llama4Processor | None:
@@ -52,20 +47,8 @@ class Llama4Processor:
             tile=tile,
             most=int(given.get("max_patches", cls.most)),
             enlarges=bool(given.get("resize_to_max_canvas")),
-            resample=int(given.get("resample", cls.resample)),
-            scale=float(given.get("rescale_factor", cls.scale)),
-            mean=tuple(given.get("image_mean", cls.mean)),
-            std=tuple(given.get("image_std", cls.std)),
+            **cls.values_of(given),
         )
-
-    def within(self, max_pixels: int | None) -> Llama4Processor:
-        """With another limit of a canvas's pixels."""
-        return self if max_pixels is None else replace(self, most=max(1, min(self.most, max_pixels // self.tile**2)))
-
-    @property
-    def max_patches(self) -> int:
-        """Patches of the largest image."""
-        return (self.most + (self.most > 1)) * (self.tile // self.patch) ** 2
 
     def canvases(self) -> list[tuple[int, int]]:
         """(rows, columns) of tiles, those of equal proportions one after the other: ties take the first."""
@@ -102,21 +85,14 @@ class Llama4Processor:
         """One PIL image in RGB -> `pixel_values` [P, 3 * patch * patch] float32, tile by tile and in a tile by row,
         `image_grid_thw` [1, 3]: the patches of the canvas."""
         import numpy as np
-        from PIL import Image
 
         (image,) = images
         (rows, columns), size = self.sizes(*image.size)
-        tile, side, filter = self.tile, self.tile // self.patch, Image.Resampling(self.resample)
-        canvas = np.zeros((rows * tile, columns * tile, 3), dtype=np.uint8)
-        canvas[: size[1], : size[0]] = np.asarray(image.resize(size, filter))
-        tiles = canvas.reshape(rows, tile, columns, tile, 3).swapaxes(1, 2).reshape(-1, tile, tile, 3)
-        if len(tiles) > 1:
-            tiles = np.concatenate((tiles, np.asarray(image.resize((tile, tile), filter))[None]))
-        parts = tiles.reshape(len(tiles), side, self.patch, side, self.patch, 3).transpose(0, 1, 3, 5, 2, 4)
-        patches = parts.reshape(len(tiles) * side**2, 3, -1)
+        canvas = np.zeros((rows * self.tile, columns * self.tile, 3), dtype=np.uint8)
+        canvas[: size[1], : size[0]] = np.asarray(image.resize(size, self._filter))
+        patches = self.patches(self.tiles(canvas, image))
         values = np.stack([self._values(*each)[patches[:, i]] for i, each in enumerate(zip(self.mean, self.std))], 1)
-        grid = np.array([[1, rows * side, columns * side]])
-        return {"pixel_values": values.reshape(len(patches), -1), "image_grid_thw": grid}
+        return {"pixel_values": values.reshape(len(patches), -1), "image_grid_thw": self.grid(rows, columns)}
 
     def _values(self, mean: float, std: float) -> np.ndarray:
         """The normalized value of each number of a pixel, rounded to bfloat16 in each step: [256] float32."""

@@ -129,7 +129,7 @@ def test_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
         if not enlarges:
             limits = [min(max(length, tile), most) for length, most in zip((height, width), best)]
         scaled = theirs.get_max_res_without_distortion((height, width), limits)
-        canvas, size = Llama4Processor(4, tile, most, enlarges).sizes(width, height)
+        canvas, size = Llama4Processor(4, tile, most, enlarges=enlarges).sizes(width, height)
         assert [side * tile for side in canvas] == best.tolist(), (width, height, tile, most)
         assert size == (max(1, int(scaled[1])), max(1, int(scaled[0]))), (width, height, tile, most)
 
