@@ -11,7 +11,8 @@ from typing import Any
 from moe_engine.models.config import ModelConfig
 from moe_engine.models.config_parsers.dense import without_positions
 from moe_engine.models.config_parsers.families import FULL, WINDOWED, parse_gqa, plain_experts
-from moe_engine.models.config_sections.fields import Fields, added_tokens, check_heads
+from moe_engine.models.config_parsers.siglip import MODEL_TYPE, siglip_tower
+from moe_engine.models.config_sections.fields import Fields, added_tokens
 from moe_engine.models.config_sections.moe import MoEConfig
 from moe_engine.models.config_sections.vision import COHERE2, VisionConfig
 
@@ -21,7 +22,6 @@ _SERVED = {
 }  # fmt: skip
 _MARKS = "<|START_OF_IMG|>", "<|END_OF_IMG|>", "<|IMG_LINE_BREAK|>"
 """Tokens before and after an image, and after each of its tiles."""
-_SIGLIP = "siglip_vision_model"
 _DENSE, _SPARSE = "dense", "sparse"
 
 
@@ -53,25 +53,21 @@ def parse_cohere2(fields: Fields, generation: Mapping[str, Any]) -> ModelConfig:
 def parse_cohere2_vision(fields: Fields, generation: Mapping[str, Any]) -> ModelConfig:
     """Command A Vision: Cohere 2 with a SigLIP tower, or the text model of a file without such a tower."""
     config, section = parse_cohere2(fields, generation), fields.section("vision_config")
-    is_siglip = section is not None and section.text("model_type", _SIGLIP) == _SIGLIP
-    return (
-        config
-        if section is None or not is_siglip
-        else replace(config, vision=_tower(fields, section, config.hidden_size))
-    )
+    if section is None or section.text("model_type", MODEL_TYPE) != MODEL_TYPE:
+        return config
+    return replace(config, vision=_tower(fields, section, config.hidden_size))
 
 
 def _tower(fields: Fields, section: Fields, out_width: int) -> VisionConfig:
     """The tower with its projector. A prompt has an `<|IMG_PATCH|>` for each image."""
-    section.check_served({"hidden_act": "gelu_pytorch_tanh"})
-    width, heads = section.integer("hidden_size", 1152), section.integer("num_attention_heads", 12)
-    check_heads(section, "num_attention_heads", heads, width)
     size, patch = section.integer("image_size", 512), section.integer("patch_size", 16)
     merge, inner = fields.integer("downsample_factor", 2), fields.integer("alignment_intermediate_size", 36864)
     if size % (patch * merge):
         section.fail("image_size", f"{size} has no whole tokens: patches of {patch}, downsample_factor {merge}")
     if inner % 2:
         fields.fail("alignment_intermediate_size", f"{inner} is odd: half of it are gates")
+    token, side = fields.integer("image_token_id", 255036, minimum=0), size // patch
+    tower = siglip_tower(section, COHERE2, side, merge, token, out_width=out_width, width=1152, layers=27)
     found = added_tokens(Path(fields.source).parent, _MARKS)
     if missing := [name for name in _MARKS if name not in found]:
         fields.fail(
@@ -80,27 +76,7 @@ def _tower(fields: Fields, section: Fields, out_width: int) -> VisionConfig:
             "alone with --json-model-override-args '{\"vision_config\": null}'",
         )
     start, end, behind = (found[name] for name in _MARKS)
-    return VisionConfig(
-        tower=COHERE2,
-        width=width,
-        num_layers=section.integer("num_hidden_layers", 27),
-        num_heads=heads,
-        intermediate=section.integer("intermediate_size", 3072),
-        patch_size=patch,
-        temporal_patch_size=1,
-        channels=section.integer("num_channels", 3),
-        merge=merge,
-        out_width=out_width,
-        image_token=fields.integer("image_token_id", 255036, minimum=0),
-        video_token=None,
-        num_positions=(size // patch) ** 2,
-        norm_eps=section.number("layer_norm_eps", 1e-6, above=0),
-        activation="gelu_pytorch_tanh",
-        projector_width=inner // 2,
-        around=(start, end),
-        tile=size // patch,
-        tile_marks=(behind,),
-    )
+    return replace(tower, projector_width=inner // 2, around=(start, end), tile=side, tile_marks=(behind,))
 
 
 def is_mixture(fields: Fields) -> bool:

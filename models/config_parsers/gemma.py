@@ -16,7 +16,8 @@ from moe_engine.models.config_parsers.families import (
     with_other_windows,
     with_window_layers,
 )
-from moe_engine.models.config_sections.fields import Fields, check_heads, parse_rope, rope_section
+from moe_engine.models.config_parsers.siglip import MODEL_TYPE, siglip_tower
+from moe_engine.models.config_sections.fields import Fields, parse_rope, rope_section
 from moe_engine.models.config_sections.residual import ResultNorms
 from moe_engine.models.config_sections.rope import RopeConfig
 from moe_engine.models.config_sections.vision import GEMMA3, VisionConfig
@@ -61,35 +62,17 @@ def parse_gemma3_vision(fields: Fields, generation: Mapping[str, Any]) -> ModelC
 
 def _tower(fields: Fields, section: Fields, out_width: int) -> VisionConfig:
     """The tower with its projector. A prompt has a `<start_of_image>` for each image."""
-    section.check_served({"model_type": "siglip_vision_model", "hidden_act": "gelu_pytorch_tanh"})
-    width, heads = section.integer("hidden_size", 768), section.integer("num_attention_heads", 12)
-    check_heads(section, "num_attention_heads", heads, width)
-    size, patch = section.integer("image_size", 224), section.integer("patch_size", 16)
-    side, tokens = size // patch, fields.integer("mm_tokens_per_image", 256)
+    section.check_served({"model_type": MODEL_TYPE})
+    side = section.integer("image_size", 224) // section.integer("patch_size", 16)
+    tokens = fields.integer("mm_tokens_per_image", 256)
     rows = int(tokens**0.5)
     if rows**2 != tokens or side % rows:
         fields.fail("mm_tokens_per_image", f"{tokens} is no square of a divisor of the {side} rows of patches")
-    token = "image_token_index" if fields.has("image_token_index") else "image_token_id"
-    return VisionConfig(
-        tower=GEMMA3,
-        width=width,
-        num_layers=section.integer("num_hidden_layers", 12),
-        num_heads=heads,
-        intermediate=section.integer("intermediate_size", 3072),
-        patch_size=patch,
-        temporal_patch_size=1,
-        channels=section.integer("num_channels", 3),
-        merge=side // rows,
-        out_width=out_width,
-        image_token=fields.integer(token, 262144, minimum=0),
-        video_token=None,
-        num_positions=side**2,
-        norm_eps=section.number("layer_norm_eps", 1e-6, above=0),
-        activation="gelu_pytorch_tanh",
-        side=side,
-        sees_whole=True,
-        written=("<start_of_image>", "\n\n<start_of_image><image_soft_token><end_of_image>\n\n"),
-    )
+    name = "image_token_index" if fields.has("image_token_index") else "image_token_id"
+    token = fields.integer(name, 262144, minimum=0)
+    tower = siglip_tower(section, GEMMA3, side, side // rows, token, out_width=out_width, width=768, layers=12)
+    whole = "\n\n<start_of_image><image_soft_token><end_of_image>\n\n"
+    return replace(tower, side=side, sees_whole=True, written=("<start_of_image>", whole))
 
 
 def parse_gemma2(fields: Fields, generation: Mapping[str, Any]) -> ModelConfig:

@@ -85,10 +85,10 @@ def _scheme(section: Fields, group: Fields) -> Scheme:
             weights.fail("strategy", f"{strategy!r} is not supported for FP8; served are tensor, channel and block")
         return MatrixFloat8() if strategy == "tensor" else Float8()
     if kind == "float" and form in _FP4 and weights.integer("num_bits") == 4:
-        size = 16 if form == "nvfp4-pack-quantized" else 32
-        if weights.raw.get("group_size") not in (None, size):
-            weights.fail("group_size", f"must be {size} in {form}")
-        return _FP4[form]
+        scheme = _FP4[form]
+        if weights.raw.get("group_size") not in (None, scheme.group):
+            weights.fail("group_size", f"must be {scheme.group} in {form}")
+        return scheme
     if kind != "int" or form not in (*_PACKED, *_BYTES):
         section.fail("format", f"{form!r} with {kind} weights is not supported; served are {_served()}")
     if strategy not in ("group", "channel", "tensor") or (strategy == "tensor" and form in _PACKED):

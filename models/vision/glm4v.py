@@ -83,10 +83,8 @@ class Glm4vTower(GlmTower):
     def _learned(self, grid: Grid) -> Tensor:
         """The learned positions, resampled by cubic convolution to the middles of the patches: [P, D]."""
         side, (rows, columns) = int(self.vision.num_positions**0.5), patch_places(grid, self.vision.merge)
-        at = (
-            torch.stack(((columns + 0.5) / grid[2], (rows + 0.5) / grid[1]), 1) * 2 - 1
-        )  # -1 to 1, as grid_sample reads
+        middles = torch.stack(((columns + 0.5) / grid[2], (rows + 0.5) / grid[1]), 1)
         table = self.places.float().view(1, side, side, -1).permute(0, 3, 1, 2)
-        at = at.view(1, -1, 1, 2).to(table.device)
+        at = (middles * 2 - 1).view(1, -1, 1, 2).to(table.device)  # from -1 to 1
         found = grid_sample(table, at, mode="bicubic", padding_mode="border", align_corners=False)  # [1, D, P, 1]
         return found[0, :, :, 0].T.to(self.places.dtype).repeat(grid[0], 1)

@@ -76,9 +76,7 @@ def image_rows(given: SizingInput) -> list[LedgerRow]:
     if given.divides_images:  # the exchanged results of the step's images, the first and last of which are cut
         step += (given.limits.num_tokens + 2 * tokens) * vision.row_width * given.dtype_bytes
     table = given.limits.num_tokens * given.model.rope.width * 4
-    if (
-        vision.sees_whole
-    ):  # the slots that each token sees in layers with windows, and the numbers that they are read by
+    if vision.sees_whole:  # the slots that each token sees in layers with windows, and the numbers they are read by
         table += given.limits.num_tokens * (max(filter(None, given.model.windows), default=0) + tokens) * (4 + 8)
     kept = LedgerRow("image results", given.image_cache_bytes, "of the vision tower, --vlm-cache-size-mb")
     detail = f"an image of {tokens} tokens, and the image tokens of a step"
