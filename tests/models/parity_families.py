@@ -53,6 +53,7 @@ NOISE, NUM_NOISES = 4e-7, 6
 """Of embeddings, relative: the errors of all layers of a float32 model together."""
 
 Logits = Callable[[list[int], list[Pixels]], Tensor]
+Marks = tuple[list[int], int, list[int]]
 
 
 @dataclass(frozen=True)
@@ -139,19 +140,8 @@ def qwen4_family(kind: str, path: Path, seed: int) -> Family:
 
 
 def _of_qwen(path: Path) -> Family:
-    processor = load_processor(str(path))
-
-    def pixels(picture: Any) -> Pixels:
-        found = processor(images=[picture], return_tensors="pt")
-        return Pixels(tuple(found["image_grid_thw"][0].tolist()), found["pixel_values"])
-
-    start, image, end = vision_checkpoints.START, vision_checkpoints.IMAGE, vision_checkpoints.END
-
-    def prompts(seed: int, count: int, longest: int) -> list[Prompt]:
-        return image_prompts(seed, count, longest, pixels, ([start], image, [end]), side=160)
-
-    oracle = Oracle(path)
-    return Family(path, oracle.logits, prompts, oracle.model.get_input_embeddings().weight)
+    marks = [vision_checkpoints.START], vision_checkpoints.IMAGE, [vision_checkpoints.END]
+    return _with_images(path, Oracle(path), marks, side=160)
 
 
 def kimi_family(kind: str, path: Path, seed: int, tower: dict[str, Any] | None = None, **text: Any) -> Family:
@@ -162,82 +152,55 @@ def kimi_family(kind: str, path: Path, seed: int, tower: dict[str, Any] | None =
     own = {"patch_size": vision["patch_size"], "merge_kernel_size": vision["merge_kernel_size"][0]}
     own["in_patch_limit"] = 120
     (path / "preprocessor_config.json").write_text(json.dumps({"media_proc_cfg": own}))
-    processor = load_processor(str(path))
-
-    def pixels(picture: Any) -> Pixels:
-        found = processor(images=[picture])
-        return Pixels(tuple(found["image_grid_thw"][0].tolist()), torch.from_numpy(found["pixel_values"]))
-
-    def prompts(seed: int, count: int, longest: int) -> list[Prompt]:
-        return image_prompts(seed, count, longest, pixels, ([], kimi_checkpoints.IMAGE, []), side=24)
-
-    return Family(path, made.logits, prompts, made.model.get_input_embeddings().weight)
+    return _with_images(path, made, ([], kimi_checkpoints.IMAGE, []), side=24)
 
 
 def minimax_m3_family(kind: str, path: Path, seed: int) -> Family:
     made = minimax_m3_images.make_minimax_m3(path, seed, num_mtp_layers=1, max_position_embeddings=1024)
-    processor = load_processor(str(path))
-
-    def pixels(picture: Any) -> Pixels:
-        found = processor([picture], return_tensors="pt")
-        return Pixels(tuple(found["image_grid_thw"][0].tolist()), found["pixel_values"])
-
-    def prompts(seed: int, count: int, longest: int) -> list[Prompt]:
-        start, image, end = minimax_m3_images.START, minimax_m3_images.IMAGE, minimax_m3_images.END
-        made = image_prompts(seed, count, longest, pixels, ([start], image, [end]), side=50)
-        return [_with_placeholders(prompt, start, end) for prompt in made]
-
-    return Family(path, made.logits, prompts, made.model.get_input_embeddings().weight)
+    marks = [minimax_m3_images.START], minimax_m3_images.IMAGE, [minimax_m3_images.END]
+    return _with_images(path, made, marks, side=50, added=True)
 
 
 def llama4_family(kind: str, path: Path, seed: int) -> Family:
     """Chunks of 70 tokens, images of up to 6 tiles."""
-    fields = SHAPE | {"attention_chunk_size": 70, "floor_scale": 50}
-    made, processor = llama4_images.make_llama4(path, seed, **fields), load_processor(str(path))
-
-    def pixels(picture: Any) -> Pixels:
-        found = processor([picture])
-        grid = tuple(found["image_grid_thw"][0].tolist())
-        return llama4_images.TilePixels(grid, torch.from_numpy(found["pixel_values"]))
-
-    def prompts(seed: int, count: int, longest: int) -> list[Prompt]:
-        start, end = llama4_images.START, llama4_images.END
-        made = image_prompts(seed, count, longest, pixels, ([start], llama4_images.IMAGE, [end]), side=60)
-        return [_with_placeholders(prompt, start, end) for prompt in made]
-
-    return Family(path, made.logits, prompts, made.model.get_input_embeddings().weight)
+    made = llama4_images.make_llama4(path, seed, **SHAPE | {"attention_chunk_size": 70, "floor_scale": 50})
+    marks = [llama4_images.START], llama4_images.IMAGE, [llama4_images.END]
+    return _with_images(path, made, marks, llama4_images.TilePixels, side=60, added=True)
 
 
 def gemma3_vision_family(kind: str, path: Path, seed: int) -> Family:
-    made, processor = gemma3_images.make_gemma3(path, seed, **SHAPE), load_processor(str(path))
-
-    def pixels(picture: Any) -> Pixels:
-        found = processor([picture])
-        grid = tuple(found["image_grid_thw"][0].tolist())
-        return gemma3_images.FixedPixels(grid, torch.from_numpy(found["pixel_values"]))
-
-    def prompts(seed: int, count: int, longest: int) -> list[Prompt]:
-        start, end = gemma3_images.START, gemma3_images.END
-        return image_prompts(seed, count, longest, pixels, ([start], gemma3_images.IMAGE, [end]), side=60)
-
-    return Family(path, made.logits, prompts, made.model.get_input_embeddings().weight)
+    made = gemma3_images.make_gemma3(path, seed, **SHAPE)
+    marks = [gemma3_images.START], gemma3_images.IMAGE, [gemma3_images.END]
+    return _with_images(path, made, marks, gemma3_images.FixedPixels, side=60)
 
 
 def cohere2_vision_family(kind: str, path: Path, seed: int) -> Family:
     """Windows of 20 tokens, images of up to 6 tiles."""
-    made, processor = cohere2_images.make_cohere2(path, seed, **SHAPE), load_processor(str(path))
+    made = cohere2_images.make_cohere2(path, seed, **SHAPE)
+    marks = [cohere2_images.START], cohere2_images.IMAGE, [cohere2_images.END]
+    return _with_images(path, made, marks, cohere2_images.TilePixels, side=60, added=True)
+
+
+def _with_images(
+    path: Path, oracle: Any, marks: Marks, image: type[Pixels] = Pixels, *, side: int, added: bool = False
+) -> Family:
+    """A family of a checkpoint with an image processor.
+
+    Args:
+        marks: tokens before an image, its placeholder, and tokens after it; added: by the engine.
+        image: the pixels of a picture; side: the longest one of a picture.
+    """
+    processor = load_processor(str(path))
 
     def pixels(picture: Any) -> Pixels:
-        found = processor([picture])
-        grid = tuple(found["image_grid_thw"][0].tolist())
-        return cohere2_images.TilePixels(grid, torch.from_numpy(found["pixel_values"]))
+        found = processor(images=[picture], return_tensors="np")
+        return image(tuple(found["image_grid_thw"][0].tolist()), torch.from_numpy(found["pixel_values"]))
 
     def prompts(seed: int, count: int, longest: int) -> list[Prompt]:
-        start, end = cohere2_images.START, cohere2_images.END
-        made = image_prompts(seed, count, longest, pixels, ([start], cohere2_images.IMAGE, [end]), side=60)
-        return [_with_placeholders(prompt, start, end) for prompt in made]
+        drawn = image_prompts(seed, count, longest, pixels, marks, side)
+        return [_with_placeholders(prompt, *marks[0], *marks[2]) for prompt in drawn] if added else drawn
 
-    return Family(path, made.logits, prompts, made.model.get_input_embeddings().weight)
+    return Family(path, oracle.logits, prompts, oracle.model.get_input_embeddings().weight)
 
 
 def _with_placeholders(prompt: Prompt, *around: int) -> Prompt:
@@ -270,17 +233,7 @@ def pixtral_family(kind: str, path: Path, seed: int, tower: dict[str, Any] | Non
 
 
 def _with_rows(path: Path, made: mistral3_checkpoints.Mistral3Oracle, image: type[Pixels], side: int) -> Family:
-    processor = load_processor(str(path))
-
-    def pixels(picture: Any) -> Pixels:
-        found = processor(images=[picture])
-        grid = tuple(found["image_grid_thw"][0].tolist())
-        return image(grid, torch.from_numpy(found["pixel_values"]))
-
-    def prompts(seed: int, count: int, longest: int) -> list[Prompt]:
-        return image_prompts(seed, count, longest, pixels, ([], mistral3_checkpoints.IMAGE, []), side)
-
-    return Family(path, made.logits, prompts, made.model.get_input_embeddings().weight)
+    return _with_images(path, made, ([], mistral3_checkpoints.IMAGE, []), image, side=side)
 
 
 def v4_family(kind: str, path: Path, seed: int, make: Callable[..., Path] | None = None, **fields: Any) -> Family:
@@ -386,7 +339,7 @@ def text_prompts(seed: int, count: int, longest: int) -> list[Prompt]:
 
 def image_prompts(
     seed: int, count: int, longest: int, process: Callable[[Any], Pixels],
-    placeholder: tuple[list[int], int, list[int]], side: int,
+    placeholder: Marks, side: int,
 ) -> list[Prompt]:  # fmt: skip
     """Two of three have 1 to `MAX_IMAGES` of four images, up to `side` pixels wide, in a text of `longest` tokens and
     less: prompts share images and prefixes."""
